@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
 
 from executor.campaign.cases import Case, Method, digest
-from traces.errors import LowtideError, TraceError
+from traces.errors import TraceError
 from traces.files.json_records import Form, JsonRecord, to_json
 from traces.model_spec import source_file
 from traces.provenance import MEASURED_CPU, PROVENANCES, REHEARSED
@@ -88,16 +88,6 @@ class Record:
         """The measured peak of allocated bytes; None: it was not measured."""
         return self.measured.peak_allocated_bytes
 
-    def noted(self, note: str) -> Record:
-        """The record with a note more."""
-        return self if note in self.notes else replace(self, notes=(*self.notes, note))
-
-    def failed(self, error: Exception) -> Record:
-        """The record of a case that an error ended, be it one that a user can cause or a defect."""
-        known = isinstance(error, LowtideError)
-        text = str(error) if known else f"{type(error).__name__}: {error}; please report this."
-        return replace(self, status=FAILED, message=text)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Book(JsonRecord):
@@ -139,8 +129,10 @@ class Keys:
 
     def of_case(self, case: Case) -> str:
         method = {k: v for k, v in to_json(self.method).items() if k not in ("device", "timeout_minutes")}
-        told = {"case": to_json(case), "source": source_digest(case.step.model), "method": method}
-        return digest({**told, "code": self.code, "environment": dict(self.environment)})
+        path = source_file(case.step.model)  # the user's own, whose editing makes a new case
+        source = "" if path is None or not path.is_file() else path.read_text("utf-8", errors="replace")
+        told = {"case": to_json(case), "source": source, "method": method, "code": self.code}
+        return digest({**told, "environment": dict(self.environment)})
 
 
 def code_digest() -> str:
@@ -149,11 +141,3 @@ def code_digest() -> str:
     rooms = (root / room for room in ("traces", "tracer", "simulator", "executor"))
     files = sorted(p for room in rooms for kind in ("*.py", "*.toml") for p in room.rglob(kind))
     return digest([(p.name, p.read_text(encoding="utf-8")) for p in files])
-
-
-def source_digest(model: str) -> str:
-    """A digest of the user's own file, so that editing it makes a new case; empty for a named model."""
-    path = source_file(model)
-    if path is None or not path.is_file():
-        return ""
-    return digest(path.read_text(encoding="utf-8", errors="replace"))
