@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -58,3 +59,14 @@ def short_name(model: str) -> str:
         return path.parent.name if path.name == "config.json" else path.stem
     file = source_file(model)
     return model.removeprefix(TIMM) if file is None else file.stem
+
+
+def source_digest(model: str) -> str:
+    """A digest of the user's own file, so that editing it makes another model; empty where there is none."""
+    path = source_file(model)
+    return file_digest(path) if path is not None else ""
+
+
+def file_digest(path: Path) -> str:
+    """A digest of a file; empty if there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""

@@ -1,7 +1,7 @@
 """Run the outstanding cases of a campaign on a device: predicted, then measured, each time in a process of its own.
 
 What is predicted comes from a step's traces, by stage of what is known: `rules`, all that a laptop can know, and
-`calibrated`, workspaces and times measured on the device, op by op. What the cases of one step share (its traces, eager,
+`calibrated`, workspaces and times measured on the device, op by op. What the cases of one step share (traces, eager,
 and the rewritten step with everything saved) is a record too: the one that a case without a budget has.
 """
 

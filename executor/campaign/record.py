@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 from executor.campaign.cases import Case, Method, digest
 from traces.errors import TraceError
 from traces.files.json_records import Form, JsonRecord, to_json
-from traces.model_spec import source_file
+from traces.model_spec import source_digest
 from traces.provenance import MEASURED_CPU, PROVENANCES, REHEARSED
 from traces.records.measurement import RunFigures, check_rehearsed
 
@@ -129,10 +129,8 @@ class Keys:
 
     def of_case(self, case: Case) -> str:
         method = {k: v for k, v in to_json(self.method).items() if k not in ("device", "timeout_minutes")}
-        path = source_file(case.step.model)  # the user's own, whose editing makes a new case
-        source = "" if path is None or not path.is_file() else path.read_text("utf-8", errors="replace")
-        told = {"case": to_json(case), "source": source, "method": method, "code": self.code}
-        return digest({**told, "environment": dict(self.environment)})
+        told = {"case": to_json(case), "source": source_digest(case.step.model), "method": method}
+        return digest({**told, "code": self.code, "environment": dict(self.environment)})
 
 
 def code_digest() -> str:

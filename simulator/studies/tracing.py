@@ -23,7 +23,7 @@ from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
 from traces.files.whole import write_text
-from traces.model_spec import source_file
+from traces.model_spec import file_digest, source_digest
 from traces.processes import ending_with_this
 from traces.records.device_profile import cache_directory, load_identity
 from traces.records.store import load
@@ -111,7 +111,7 @@ def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:
     """
     return {
         "command": list(words),
-        "source": "" if (file := source_file(model)) is None else _digest(file),
+        "source": source_digest(model),
         "versions": versions(),
         "profiles": _profiles(words),
     }
@@ -142,7 +142,7 @@ def _profiles(words: Sequence[str]) -> str:
         return ""
     named = _value(words, "--profile")
     if named is not None:
-        return _digest(Path(named))
+        return file_digest(Path(named))
     try:
         kind = device(_value(words, "--target") or "cpu").kind
     except LowtideError:
@@ -151,7 +151,7 @@ def _profiles(words: Sequence[str]) -> str:
     for path in sorted(cache_directory().glob("*.parquet")):
         try:
             if load_identity(path).kind == kind:
-                parts.append(_digest(path))
+                parts.append(file_digest(path))
         except LowtideError:
             continue  # which `trace` passes over as well
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if parts else ""
@@ -165,8 +165,3 @@ def _value(words: Sequence[str], option: str) -> str | None:
         if key == option:
             found = value if equals else words[k + 1] if k + 1 < len(words) else ""
     return found
-
-
-def _digest(path: Path) -> str:
-    """A digest of a file, so that editing it makes a new trace; empty if there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.campaign.record import source_digest
-from traces.model_spec import is_build_function, short_name, source_file, split_reference
+from traces.model_spec import is_build_function, short_name, source_digest, source_file, split_reference
 
 
 @pytest.mark.parametrize(
