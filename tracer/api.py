@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
 from tracer.build.loop_options import LOOP_OPTIONS
-from tracer.build.step import SEEDS, BuildStep, check_device, load_spec
+from tracer.build.step import BuildStep, check_device, load_spec
 from tracer.torch_api import no_garbage, one_at_a_time, require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
@@ -244,8 +244,6 @@ def in_hand(
         raise SpecError("a model in hand needs an example batch: trace(model, (inputs, targets), loss=...).")
     if isinstance(optimizer, str):
         check_optimizer(optimizer, None)
-    if not SEEDS[0] <= seed <= SEEDS[1]:
-        raise SpecError(f"seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
     check_capturable(model)
     chosen = parse_around(around)
     released = chosen.get("release_gradients", False)

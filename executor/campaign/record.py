@@ -11,7 +11,7 @@ from executor.campaign.cases import Case, Method, digest
 from traces.errors import TraceError
 from traces.files.json_records import Form, JsonRecord, to_json
 from traces.model_spec import source_digest
-from traces.provenance import MEASURED_CPU, PROVENANCES, REHEARSED
+from traces.provenance import MEASURED_CPU, PROVENANCES, REHEARSED, own_files
 from traces.records.measurement import RunFigures, check_rehearsed
 
 DONE: Final = "measured"
@@ -135,7 +135,4 @@ class Keys:
 
 def code_digest() -> str:
     """A digest of Lowtide's own code and tables: what another code measured is another case's record."""
-    root = Path(__file__).resolve().parents[2]
-    rooms = (root / room for room in ("traces", "tracer", "simulator", "executor"))
-    files = sorted(p for room in rooms for kind in ("*.py", "*.toml") for p in room.rglob(kind))
-    return digest([(p.name, p.read_text(encoding="utf-8")) for p in files])
+    return digest([(p.name, p.read_text(encoding="utf-8")) for p in own_files(".py", ".toml")])

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -38,6 +37,7 @@ from tracer.record.torch_budget import Joint, Setting, saved_set
 from tracer.torch_api import CustomPartitionerFn, current_compile_id, default_partition, get_hash_for_files
 from traces.devices import device as device_entry
 from traces.errors import SpecError
+from traces.provenance import own_files
 from traces.records.plan import ALLOCATED, SAVE, Action, Plan
 from traces.records.saved_sets import SavedSet
 from traces.records.trace import Trace
@@ -103,10 +103,8 @@ class PlanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         """Changes with all that a plan follows from but the graph: what was asked for, and Lowtide's own code."""
-        root = Path(__file__).resolve().parents[2]
-        packages = ("traces", "simulator", "tracer", "executor")
-        files = sorted(str(f) for p in packages for f in (root / p).rglob("*.py"))
-        return get_hash_for_files(tuple(files), repr((self.budget, self.planner, self.seconds)))
+        files = tuple(map(str, own_files(".py")))
+        return get_hash_for_files(files, repr((self.budget, self.planner, self.seconds)))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Pair:
         """Plan a joint graph and cut it.

@@ -36,6 +36,7 @@ from torch import nn
 from tracer.capture.state import reads_seen
 from tracer.torch_api import bindings, cudnn_enabled, replaced
 from traces.errors import PlanError
+from traces.provenance import PACKAGES
 
 PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis),
@@ -461,7 +462,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 @cache
 def is_own(module: str | None) -> bool:
     """Whether a module is the user's own: of no installed package, nor Python's, nor Lowtide's."""
-    if module is None or module.partition(".")[0] in LOWTIDE:
+    if module is None or module.partition(".")[0] in PACKAGES:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:  # a notebook's or a script's, or one of C
@@ -469,7 +470,6 @@ def is_own(module: str | None) -> bool:
     return not file.startswith(_INSTALLED) and "site-packages" not in file and "dist-packages" not in file
 
 
-LOWTIDE: Final = ("traces", "tracer", "simulator", "executor")
 _INSTALLED: Final = tuple(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 

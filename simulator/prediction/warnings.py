@@ -23,7 +23,7 @@ from traces.records.plan import RESERVED, PredictionWarning
 from traces.records.trace import CUDNN_DECIDES, VIEW, Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 
-UNKNOWN, INTERPOLATED, RULES, ELSEWHERE = "none", "interpolated", "rules", "rules elsewhere"
+UNKNOWN, RULES, ELSEWHERE = "none", "rules", "rules elsewhere"
 FAKE: Final = "fake"
 REHEARSED_MODE: Final = "rehearsed"
 NOTABLE_PERCENT: Final = 2  # an underestimate by more than this is not left without a warning
@@ -96,7 +96,7 @@ def unknown_ops(trace: Trace) -> tuple[int, ...]:
     if not meta.workspace.get(UNKNOWN, 0) if counted else meta.mode != FAKE:
         return ()
     ops = trace.ops
-    by_rule = kind_of(meta) == CUDA and not {"measured", "interpolated"} & {*meta.workspace}
+    by_rule = kind_of(meta) == CUDA and "measured" not in meta.workspace
     partly = CUDNN_DECIDES if by_rule else ()
     return tuple(
         i
@@ -173,12 +173,9 @@ def _settings(c: Prediction) -> list[PredictionWarning]:
 def _derived(meta: TraceMeta) -> list[PredictionWarning]:
     """What was concluded from other calls than this step's own."""
     elsewhere = meta.workspace.get(ELSEWHERE, 0)
-    figures = {
-        "interpolated": meta.workspace.get(INTERPOLATED, 0),
-        "rules": meta.workspace.get(RULES, 0) + elsewhere,
-        "elsewhere": elsewhere,
-    }
-    return [PredictionWarning(code="derived-workspaces", figures=figures)] if any(figures.values()) else []
+    rules = meta.workspace.get(RULES, 0) + elsewhere
+    figures = {"rules": rules, "elsewhere": elsewhere}
+    return [PredictionWarning(code="derived-workspaces", figures=figures)] if rules else []
 
 
 def _is_gpu(target: str) -> bool:
@@ -231,15 +228,10 @@ def _untouched_less_text(_: str, f: Mapping[str, Any]) -> str:
 
 
 def _derived_text(_: str, f: Mapping[str, Any]) -> str:
-    parts = [
-        words.format(f[key])
-        for key, words in (
-            ("interpolated", "of {:,} ops are interpolated from measurements at other sizes"),
-            ("rules", "of {:,} ops follow from rules"),
-        )
-        if f[key]
-    ]
-    told = f"The inner allocations {' and '.join(parts)}; other sizes, machines and versions may differ from them."
+    told = (
+        f"The inner allocations of {f['rules']:,} ops follow from rules; other sizes, machines and versions may differ "
+        "from them."
+    )
     if f["elsewhere"]:
         told += (
             " The rules were read from a processor with AVX-512, and this one has none: they were compared with "

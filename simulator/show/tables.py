@@ -67,7 +67,6 @@ class Table:
     code: frozenset[int] = frozenset()
     total: tuple[Cell | str, ...] = ()
     caption: str = ""
-    folded: str = ""  # when set, the table starts folded under this summary
 
     def texts(self) -> list[tuple[str, ...]]:
         """What every row shows."""
@@ -140,7 +139,7 @@ def table(
         columns: the title, the kind (a key of SHOWN, CODE, NUMBER for a number that comes ready as a Cell, or "") and
             the value of a row. A value that is a Cell or text already stays as it is.
         total: the values of the last row, shown like the others.
-        more: `caption` and `folded`.
+        more: `caption`.
     """
 
     def shown(kind: str, value: Any) -> Cell | str:

@@ -126,7 +126,7 @@ def _gradients(rows: Sequence[Mapping[str, Any]]) -> Section:
         ("error", NUMBER, lambda r: _e(r["relative"])),
     )
     chart = Chart(dots(points, COLOURS, x, y, height=220), caption)
-    return Section("Error of the gradient", (chart, table(rows, columns, folded="Figures")))
+    return Section("Error of the gradient", (chart, table(rows, columns, caption="Figures")))
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Section:

@@ -385,7 +385,7 @@ def test_a_column_that_no_row_knows_is_left_out() -> None:
 def test_times_from_a_profile_are_not_called_estimates() -> None:
     trace = tiny.chain(2)
     assert "Op times: roofline of" in provenance(trace)
-    known = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "interpolated": 1, "rules": 4}))
+    known = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "rules": 4}))
     assert "Op times: profile and roofline of" in provenance(known)
 
 

@@ -450,9 +450,6 @@ def test_what_is_said_beside_a_prediction() -> None:
     assert unknown_ops(on_gpu(by_hand)) == ()
     measured = replace(of, meta=replace(of.meta, mode="real", workspace={"measured": 2}))
     assert said(measured) == ()
-    partly = replace(of, meta=replace(of.meta, workspace={"measured": 1, "interpolated": 1}))
-    assert len(said(partly)) == 1
-    assert "interpolated" in said(partly)[0]
     ruled = on_gpu(replace(of, meta=replace(of.meta, workspace={"rules": 2})))
     derived, warning = said(ruled)
     assert "not confirmed on a GPU" in warning

@@ -36,6 +36,7 @@ from tracer.build.user_step import UserStep
 from tracer.precision.policy import Autocast, parse_amp
 from traces.errors import SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
+from traces.provenance import PACKAGES
 
 RETURNS: Final = (
     "return (model, batch, loss, optimizer), (model, batch, optimizer) with the loss inside the model, or a "
@@ -43,7 +44,6 @@ RETURNS: Final = (
 )
 KEYS: Final = ("model", "batch", "loss", "optimizer", "amp", "scaler", "step")
 TUPLES: Final = {4: KEYS[:4], 3: ("model", "batch", "optimizer")}  # what a tuple of so many values holds
-ROOMS: Final = ("traces", "simulator", "tracer", "executor")  # which may stand beside a user's file, and stay
 # Modules beside a user's file that an earlier load imported: name -> directory.
 _siblings: dict[str, str] = {}
 
@@ -256,7 +256,7 @@ def _importable_from(directory: Path) -> Iterator[None]:
             sys.path.remove(place)
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if file and _belongs(file, directory) and name.partition(".")[0] not in ROOMS:
+            if file and _belongs(file, directory) and name.partition(".")[0] not in PACKAGES:
                 _siblings[name] = place
 
 

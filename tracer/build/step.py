@@ -36,6 +36,12 @@ class BuildStep:
     make: Callable[[str], TrainingStep]  # device -> step
     policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.build.loop_options`
 
+    def __post_init__(self) -> None:
+        if not SEEDS[0] <= self.seed <= SEEDS[1]:
+            raise SpecError(
+                f"seed {self.seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}."
+            )
+
     @property
     def joined(self) -> BuildStep:
         """That of the same step with model and loss function in one module."""
@@ -105,8 +111,6 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
             f"this is of a model that was in hand when it was traced ({model.removeprefix(IN_HAND)}), and nothing "
             "says how to build it again; apply its plan to the model itself: executor.apply_plan(model, plan)."
         )
-    if not SEEDS[0] <= seed <= SEEDS[1]:
-        raise SpecError(f"--seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
     given = {k: v for k, v in (options or {}).items() if v is not None}
     policy = parse_around(given)
     given |= policy

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Final
 
 from simulator.core.facts import Facts
-from simulator.core.rewrites.edit import Editing
+from simulator.core.rewrites.edit import Editing, users_of
 from traces.errors import PlanError
 from traces.records.plan import FP, Rewrite
 from traces.records.trace import BACKWARD, EAGER, FORWARD, VIEW, Trace
@@ -153,13 +153,7 @@ def chains(trace: Trace) -> dict[int, Chain]:
     found: dict[int, Chain] = {}
     if not starts:
         return found
-    users: list[list[int]] = [[] for _ in trace.ops.target]
-    readers: list[set[int]] = [set() for _ in trace.storages.name]
-    for i, (inputs, reads) in enumerate(zip(trace.ops.inputs, trace.ops.reads, strict=True)):
-        for j in inputs:
-            users[j].append(i)
-        for s in reads:
-            readers[s].add(i)
+    users, readers = users_of(trace)
     done: set[int] = set()
     for start in starts:
         if start not in done:
