@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from executor.campaign import errors, tables
+from executor.campaign.errors import FIGURES, STAGE_LABELS, ErrorRow
 from executor.campaign.record import Book
-from simulator.report.page import Block, Page, Section, Text, paragraphs, warned, write_page
+from simulator.report.charts import scatter
+from simulator.report.page import Block, Chart, Page, Section, Text, paragraphs, warned, write_page
 from simulator.show.tables import Table
 from traces.errors import SpecError
 from traces.files.json_records import to_json
 from traces.provenance import MEASURED_CPU, MEASURED_CUDA, REHEARSED
+
+COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#e39c45"), strict=True))
 
 
 def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
@@ -45,6 +50,7 @@ def campaign_page(book: Book, *, analysis: str = "") -> Page:
         "Analysis": paragraphs(analysis),
         "Headline": _headline(book, measured_on),
         "Errors in aggregate": aggregates,
+        "Predicted against measured": _scatters(rows),
         "Every case": cases,
         "Cases without a figure": [*without, *(Text(n, "note") for n in notes)],
         "Provenance": [Text(HOW), _provenance(book)],
@@ -98,6 +104,23 @@ def _headline(book: Book, measured_on: str) -> list[Block]:
             f"Predicted to fit the GPU, and ran out of memory, so in no table: {'; '.join(unforeseen)}."
         )
     return [Text(told, "note"), *warned(off)]
+
+
+def _scatters(rows: Sequence[ErrorRow]) -> list[Block]:
+    """A chart for each provenance and figure, of keep-all and plans."""
+    points: dict[tuple[str, str], list[tuple[str, str, float, float, float]]] = {}
+    for r in sorted(rows, key=lambda r: (r.provenance, FIGURES.index(r.figure))):
+        if r.run != errors.EAGER:
+            point = r.case, STAGE_LABELS[r.stage], r.predicted, r.measured, r.error
+            points.setdefault((r.provenance, r.figure), []).append(point)
+    return [
+        Chart(
+            scatter(of, COLOURS, title=tables.KINDS[figure][1], kind=tables.KINDS[figure][0]),
+            "On the dashed line the prediction is right; below it the prediction was too low.",
+            f"{tables.KINDS[figure][1].capitalize()}, {provenance}",
+        )
+        for (provenance, figure), of in points.items()
+    ]
 
 
 def _provenance(book: Book) -> Table:

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.report.charts import by_name, dots, drawn
-from simulator.report.page import Chart, Page, Section, Text, needed, write_page
+from simulator.report.charts import by_name, scatter
+from simulator.report.page import Chart, Page, Section, Text, write_page
 from simulator.show.tables import NUMBER, table
 from traces.provenance import REHEARSED
-from traces.units import bytes_unit
 
 WAYS = {"rehearsed": "#63a375", "predicted": "#4c78a8"}
-LOG_FROM = 20.0  # largest over smallest value from which axes are logarithmic
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -38,7 +36,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         ]
         blocks = [
             Chart(
-                scatter(points, f"peak {figure}"),
+                scatter(points, WAYS, title=f"peak {figure}", kind="bytes"),
                 "Across: measured by others on a GPU. On the dashed line it is met.",
             ),
             Text(f"{len(of) - len(errors)} of {len(of)} figures are 0 bytes off."),
@@ -52,31 +50,6 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         f"Steps that others measured on GPUs; rehearsed: {REHEARSED}; Lowtide has measured none of them."
     )
     write_page(path, Page("Measured by others, rehearsed, predicted", subtitle, sections))
-
-
-def scatter(points: Sequence[tuple[str, str, float, float, float]], title: str) -> dict[str, Any]:
-    """Predicted against measured with the diagonal; above it the prediction was too high.
-
-    points: case, way, predicted and measured bytes, and the error in percent.
-    """
-    alt = needed("altair")
-    values = [v for _, _, *pair, _ in points for v in pair]
-    top, low = max([*values, 1e-9]), min(values)
-    unit, unit_name = bytes_unit(int(top))
-    log = low > 0 and top / low > LOG_FROM
-    ends = (low / 1.15, top * 1.15) if log else (min(0.0, low * 1.05), top * 1.05)
-    domain = [ends[0] / unit, ends[1] / unit]
-    scale = alt.Scale(**({"type": "log"} if log else {}), domain=domain, nice=False)
-    x = alt.X("x:Q").title(f"{title}, measured, {unit_name}").scale(scale)
-    y = alt.Y("y:Q").title(f"predicted, {unit_name}").scale(scale)
-    rows = [
-        (case, way, m := measured / unit, q := predicted / unit,
-         f"predicted {q:,.4f} {unit_name}, measured {m:,.4f} {unit_name}: {error:+,.3f} %")
-        for case, way, predicted, measured, error in points
-    ]  # fmt: skip
-    look = {"color": "#94a3b8", "strokeDash": [5, 4], "strokeWidth": 1.2, "clip": True}
-    line = drawn("x:Q y:Q", [(d, d) for d in domain]).mark_line(**look).encode(x, y)
-    return dots(rows, WAYS, x, y, under=[line], height=340)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Any:
