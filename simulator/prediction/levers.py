@@ -135,12 +135,13 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
     slower: dict[tuple[Rewrite, ...], Slower] = {}
     best_ns = MOST  # of those that may have a plan
 
-    def worth(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
+    def worth(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int, int]:
+        """Whether there may be a plan; its time or else the floor, and of equal floors the time, below 0."""
         nonlocal best_ns
         if rewrites in slower or not _allowed(rewrites, levers):
-            return False, -MOST
+            return False, -MOST, 0
         if rewrites in impossible:
-            return False, -impossible[rewrites]
+            return False, -impossible[rewrites], -ops_take_ns(problem, rewrites)
         if rewrites not in tried:
             least_ns = ops_take_ns(problem, rewrites)
             least_ns += max(
@@ -151,28 +152,30 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
                 least_ns = max(least_ns, offload.takes_ns(problem, rewrites), *more)
             if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
-                return False, -MOST
+                return False, -MOST, 0
             q = draft_problem(problem, rewrites)
             waits_until = q.saved.timeline.step_time_ns
             if waits_until > q.trace.time_ns and any(
                 x.bound.feasible and x.least_ns <= waits_until for x in tried.values()
             ):
-                return False, -MOST  # the copies alone take longer
+                return False, -MOST, 0  # the copies alone take longer
             least_ns = q.trace.time_ns
             if best_ns < MOST:
                 least_ns += bounder_of(q).quick_ns(budget_bytes, best_ns - least_ns)
             if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
-                return False, -MOST
+                return False, -MOST, 0
             if any(x.bound.feasible and set(x.rewrites) < set(rewrites) for x in tried.values()):
                 bounder_of(q).leave_open(budget_bytes)
             if rewrites and bounder_of(q).below_floor(budget_bytes):
                 impossible[rewrites] = _floor(problem, rewrites)
-                return False, -impossible[rewrites]
+                return worth(rewrites)
             made = tried[rewrites] = _changed(problem, rewrites, budget_bytes)
             best_ns = min(best_ns, made.least_ns) if made.bound.feasible else best_ns
         x = tried[rewrites]
-        return x.bound.feasible, -(x.least_ns if x.bound.feasible else _floor(problem, rewrites))
+        if x.bound.feasible:
+            return True, -x.least_ns, 0
+        return False, -_floor(problem, rewrites), -ops_take_ns(problem, rewrites)
 
     worth(())
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
@@ -188,15 +191,14 @@ def _search(
     groups: list[Sequence[tuple[Rewrite, ...]]],
     worth: Callable[[tuple[Rewrite, ...]], Any],
 ) -> None:
-    """Try combinations; where something takes no time, with it first, too, since each way ends where no one change
-    helps."""
+    """Try combinations in two orders, since each way ends where no one change helps: what takes no time first, with
+    copies to host memory or without. Where the former may do alone it goes first: few others come near its bound."""
     cheap = [c for c in groups if ops_take_ns(problem, c[0]) <= problem.trace.time_ns]
-    for choices in cheap:
-        if len(choices) == 1:
-            worth(choices[0])
-    _best(groups, worth)
-    if cheap != groups[: len(cheap)]:
-        _best([*cheap, *(c for c in groups if c not in cheap)], worth)
+    plain = [c for c in cheap if not c[0][0].bytes_per_s]
+    orders = [[*first, *(c for c in groups if c not in first)] for first in (plain, cheap)]
+    may_do, *_ = worth(_best(cheap, worth))
+    for order in reversed(orders) if may_do else orders:
+        _best(order, worth)
 
 
 def _copied(rewrites: tuple[Rewrite, ...]) -> frozenset[int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -425,7 +426,10 @@ def test_a_choice_is_given_up_where_another_is_better_without_it() -> None:
 
 
 @pytest.mark.parametrize("found", ["packed with half of the copies", "all copies alone"])
-def test_combinations_are_found_from_either_end(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+@pytest.mark.parametrize("may_do", [False, True])
+def test_combinations_are_found_from_either_end(
+    monkeypatch: pytest.MonkeyPatch, found: str, may_do: bool
+) -> None:
     packed = (Rewrite(kind="bits", storage=0),)
     half = (Rewrite(kind="offload", storage=1, bytes_per_s=1),)
     whole = (*half, Rewrite(kind="offload", storage=2, bytes_per_s=1))
@@ -435,14 +439,27 @@ def test_combinations_are_found_from_either_end(monkeypatch: pytest.MonkeyPatch,
     best, worth = (*packed, *half), {packed: 2, half: 1, whole: 3, (*packed, *half): 5}
     if found == "all copies alone":
         best, worth = whole, {packed: 4, half: 1, whole: 5}
-    seen = set()
+    seen: list[tuple[Rewrite, ...]] = []
 
-    def worth_of(rewrites: tuple[Rewrite, ...]) -> int:
-        seen.add(rewrites)
-        return worth.get(rewrites, 0)
+    def worth_of(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
+        seen.append(rewrites)
+        return may_do, worth.get(rewrites, 0)
 
     levers._search(Problem(head()), [[packed], [half, whole]], worth_of)
     assert best in seen
+    # Copies take no time; what they alone may do says what the whole search begins with.
+    begins = next(rewrites for rewrites in seen if packed[0] in rewrites)
+    assert (half[0] in begins) == may_do
+
+
+def test_of_equal_floors_that_of_the_shorter_step_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    worth: list[Any] = []
+    monkeypatch.setattr(levers, "_search", lambda problem, groups, of: worth.append(of))
+    monkeypatch.setattr(levers, "_floor", lambda problem, rewrites: 1000)
+    changed_steps(Problem(head(4)), 10, Levers(allow="fp"))
+    few, many = (in_tiles(2),), (in_tiles(4),)
+    assert levers.ops_take_ns(Problem(head(4)), few) < levers.ops_take_ns(Problem(head(4)), many)
+    assert worth[0](()) > worth[0](few) > worth[0](many)
 
 
 @pytest.mark.parametrize(("sooner_ns", "in_full"), [(10**9, 1), (10**9 - 1, 2)])
