@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +23,7 @@ from executor.matching import trace_of  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import rewritten_problem  # noqa: E402
+from simulator.core.rewrites import offload, rewritten_problem  # noqa: E402
 from simulator.prediction.levers import study  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
@@ -40,7 +40,8 @@ from tests.torch.test_tile import (  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from tracer.recording import ProfileUse, record_real  # noqa: E402
+from tracer.record.draft import Draft  # noqa: E402
+from tracer.recording import ProfileUse, joined_with, record_real  # noqa: E402
 from traces.devices import device as device_entry  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.records.gradient_errors import GradientErrors  # noqa: E402
@@ -225,6 +226,18 @@ def test_a_trace_plans_with_its_loss_where_that_is_allowed(tmp_path: Path) -> No
         plan(of, "50%", allow="fp", levers=["bits"])
     assert plan(of, "100%", allow="fp").meta == of.meta  # which needs no tiles
     assert trace_of(tiled, "", "cpu", str(tmp_path / "trace")) == whole
+
+
+def test_copies_of_either_step_are_planned_at_the_rate_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "LEAST", 1)
+    model, given, loss, _ = wide()
+    of, draft = trace(model, given, loss=loss, profile=False), cast(Draft, None)
+    measured = replace(of, meta=replace(of.meta, rates={"host_bytes_per_s": 7 * 10**8}))
+    step = joined_with(measured, (draft, joined(of)))
+    for problem in (Problem(step), Problem(joined(step))):
+        assert {r.bytes_per_s for r in offload.offer(problem)} == {7 * 10**8}
 
 
 def test_levers_are_shown_of_the_step_that_their_plans_are_of() -> None:
