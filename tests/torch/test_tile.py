@@ -4,6 +4,7 @@ and as large as predicted."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -106,6 +107,18 @@ def taught(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -
     return 4.0 * by_teacher + flat(logits, targets)
 
 
+def like_a_teacher(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, largest: bool = False
+) -> torch.Tensor:
+    """A teacher has a head of its own; its logits are wanted before the targets are, and in between."""
+    hidden = torch.sin(targets.unsqueeze(-1) * weights[:8])
+    teacher = torch.log_softmax(hidden @ torch.outer(weights[:8].cos(), weights.sin()) / 2.0, -1)
+    student = torch.log_softmax(logits / 2.0, -1)
+    by_teacher = functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    by_element = functional.mse_loss(student, teacher)
+    return 4.0 * by_teacher + flat(logits, targets) + by_element + (teacher.max() if largest else 0.0)
+
+
 def regressed(reduction: str) -> Callable[..., torch.Tensor]:
     return lambda x, t, w: functional.mse_loss(x, torch.sin(t[..., None] * w), reduction=reduction)
 
@@ -142,6 +155,7 @@ HEADS: dict[str, Callable[[], Net]] = {
         lambda x, t, w: functional.binary_cross_entropy_with_logits(x, t[..., None] / w, pos_weight=w)
     ),
     "taught": lambda: Net(taught),
+    "taught by a head": lambda: Net(like_a_teacher),
     "regressed": lambda: Net(regressed("mean")),
     "regressed, sum": lambda: Net(regressed("sum"), bias=True),
     "smooth": lambda: Net(lambda x, t, w: functional.smooth_l1_loss(x, torch.sin(t[..., None] * w))),
@@ -183,6 +197,69 @@ def test_gradients_are_those_of_the_untouched_step(head: str, number: int) -> No
         assert torch.allclose(*losses, rtol=1e-6)
         for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
             assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
+
+
+class Pair(nn.Module):
+    """Two heads that learn from their targets, and from one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WORDS) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        a, b = (torch.log_softmax(f(torch.tanh(self.words(ids))).flatten(0, 1), -1) for f in self.heads)
+        loss = sum(functional.nll_loss(x, targets.flatten()) for x in (a, b))
+        for x, y in ((a, b), (b, a)):
+            loss = loss + functional.kl_div(x, y.detach(), reduction="batchmean", log_target=True)
+        return loss
+
+
+class Late(torch.autograd.Function):
+    """Values whose gradient is weighed by others, which forward does not take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weights)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class LatePair(Pair):
+    """That the first learns with the second is seen in backward, after what both make is known."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        a, b = (torch.log_softmax(f(torch.tanh(self.words(ids))).flatten(0, 1), -1) for f in self.heads)
+        of_b = functional.nll_loss(b, targets.flatten())
+        return functional.nll_loss(Late.apply(a, b.detach()), targets.flatten()) + of_b
+
+
+@pytest.mark.parametrize(("pair", "heads"), [(Pair, 2), (LatePair, 1)])
+def test_two_heads_of_one_loss_run_in_the_same_tiles(pair: type[Pair], heads: int) -> None:
+    torch.manual_seed(0)
+    model, given = pair(), batch()
+    of = trace(model, given)
+    (stretch,) = of.meta.stretches
+    forward = [of.ops.target[i] for i, _ in stretch.body if i < of.meta.forward_ops]
+    assert forward.count("aten.addmm.default") == heads
+    planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4))
+    for m in (model, planned):
+        m(**given).backward()
+    for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
+        assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_a_teacher_s_head_runs_in_the_tiles_unless_something_else_takes_what_it_makes(largest: bool) -> None:
+    of = trace(Net(functools.partial(like_a_teacher, largest=largest)), batch())
+    (stretch,) = of.meta.stretches
+    forward = [of.ops.target[i] for i, _ in stretch.body if i < of.meta.forward_ops]
+    assert forward.count("aten.mm.default") == (1 if largest else 2)
+    wide = [s for _, s in stretch.inputs if of.storages.nbytes[s] >= of.storages.nbytes[stretch.storage]]
+    assert bool(wide) == largest
 
 
 def test_a_smaller_batch_runs_in_as_many_tiles_as_it_has_rows() -> None:

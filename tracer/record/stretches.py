@@ -3,8 +3,9 @@
 What is sought is a matrix product whose rows are independent of each other: each op that reads what is as wide works on
 rows alone (a view, a cast, a pointwise function, a softmax along another dimension, a product with what has no rows),
 or sums over them. In a loss head, the sums are the last that forward makes, and backward is linear in one number, the
-gradient of the loss; so all of it runs in forward. Any other stretch ends where values are narrow again; its backward
-begins with the gradients of those, and makes again what it reads of forward.
+gradient of the loss; so all of it runs in forward, and with it what else is as wide (a teacher's head). Any other
+stretch ends where values are narrow again; its backward begins with the gradients of those, and makes again what it
+reads of forward.
 
 A mask of a dropout inside is drawn whole before the tiles, as the untouched step draws it, and taken in rows.
 
@@ -183,7 +184,7 @@ def stretches(program: Program) -> tuple[Found, ...]:
 
     forward = program.ops[: program.forward_ops]
     products = [op for op in forward if _packet(op.node) in (*PRODUCTS, *BATCHES) and nbytes(op)]
-    kinds: tuple[type[_Head | _Inner], ...] = (_Head, _Inner)
+    kinds: tuple[type[_Head | _Inner], ...] = (_Head, _HeadAlone, _Inner)
     taken: set[fx.Node] = set()
     found: list[Found] = []
     for op in sorted(products, key=lambda op: -nbytes(op)):
@@ -249,6 +250,8 @@ class _Search:
         self._put(n)
 
     def _put(self, n: fx.Node) -> None:
+        if n in self.to.inputs:
+            raise _NoStretch  # an op of the body takes it from outside
         self.to.body.append(n)
         self.inside.add(n)
 
@@ -319,6 +322,33 @@ class _Search:
             raise _NoStretch  # another op takes it whole
         self.to.inputs[a] = axis
 
+    def _has_maker(self, a: fx.Node) -> bool:
+        """Whether an op makes a value that takes memory of its own."""
+        x = a.meta["val"]
+        spread = x.numel() * x.itemsize > self.program.storages[self.program.storage_of[a][0]].nbytes
+        return isinstance(a.target, OpOverload) and not spread
+
+    def _with_maker(self, a: fx.Node, axis: Axis) -> None:
+        """Take a value in rows with what makes it."""
+        to, packet = self.to, _packet(a)
+        if to.inputs.pop(a, None) is not None or any(a in n.all_input_nodes for n in to.body):
+            raise _NoStretch
+        if packet in (*PRODUCTS, *BATCHES):
+            self._seed(a)
+        else:
+            source = a.args[0]
+            if packet in VIEWS:
+                self._cut(source, _viewed(a.meta["val"].shape, axis, source.meta["val"].shape, to.rows))
+            elif packet in TURNS:
+                self._cut(source, _permuted(a, axis, back=True))
+            else:
+                for b in a.all_input_nodes:
+                    if self._has_rows(b, same := _aligned(a, b, axis)):
+                        self._cut(b, same)
+            self._add(a)
+        if to.axes.get(a) != axis:
+            raise _NoStretch
+
     def _has_rows(self, a: fx.Node, axis: Axis) -> bool:
         shape = a.meta["val"].shape
         return axis.dim >= 0 and math.prod(shape[axis.dim : axis.dims.stop]) == self.to.rows * axis.unit
@@ -371,17 +401,24 @@ class _Search:
 class _Head(_Search):
     """A stretch whose forward ends in sums, one of them the loss."""
 
+    makers = True  # of other wide values are in the stretch, too
+
     def found(self) -> Found:
         to = self.to
         if to.product.meta["val"].dtype is torch.float16 or _packet(to.product) in BATCHES:
             raise _NoStretch
         self._seed(to.product)
-        for n in self.captured.forward[self.order[to.product] + 1 :]:
-            if any(a in to.axes or (_packet(a) in LOSSES and a in to.sums) for a in n.all_input_nodes):
-                self._add(n)
-        for n in self.captured.backward:
-            if any(self._is_wide(a) for a in n.all_input_nodes) and n not in self.inside:
-                self._pull(n)
+        seen = 0
+        while seen < len(to.body):  # what is taken with its maker may have been used before
+            seen = len(to.body)
+            for n in self.captured.forward[min(map(self.order.__getitem__, to.body)) + 1 :]:
+                if any(a in to.axes or (_packet(a) in LOSSES and a in to.sums) for a in n.all_input_nodes):
+                    self._add(n)
+            if seen < len(to.body):
+                continue
+            for n in self.captured.backward:
+                if any(self._is_wide(a) for a in n.all_input_nodes) and n not in self.inside:
+                    self._pull(n)
         self._one_factor()
         to.body.sort(key=self.order.__getitem__)
         self._check_linear()
@@ -389,8 +426,18 @@ class _Head(_Search):
         return to
 
     def _cut(self, a: fx.Node, axis: Axis) -> None:
-        """Take an input in rows; a view that is later than something that takes a loss already, with the body."""
+        """Take an input in rows; with what makes it a wide one (a teacher's logits), and a view that is later than
+        something that takes a loss already."""
         to, at = self.to, self.order.get(a, -1)
+        if (
+            self.makers
+            and a in self.forward
+            and to.axis(a) is None
+            and self._is_large(a)
+            and self._has_maker(a)
+        ):
+            self._with_maker(a, axis)
+            return
         late = any(self.order.get(u, at) < at for n in to.sums for u in n.users)
         if not late or _packet(a) not in VIEWS or to.axis(a) is not None:
             super()._cut(a, axis)
@@ -462,6 +509,12 @@ class _Head(_Search):
         to.parts = (self._call([*to.results, *to.gradients], self.forward),)
 
 
+class _HeadAlone(_Head):
+    """One to which what else is wide comes from outside, since something else takes it, or its rows are not its own."""
+
+    makers = False
+
+
 class _Inner(_Search):
     """A stretch between narrow values, whose backward makes again what it reads of forward."""
 
@@ -518,36 +571,16 @@ class _Inner(_Search):
         """Take a value in rows: as an input, or with what makes it, if that is wide or a view of backward."""
         to = self.to
         alone = sum(u in self.forward for u in a.users) == 1
-        made = isinstance(a.target, OpOverload) and (a in self.backward or (a in self.forward and alone))
-        x = a.meta["val"]
-        if x.numel() * x.itemsize > self.program.storages[self.program.storage_of[a][0]].nbytes:
-            made = False  # spread out, so that it takes no memory of its own
+        made = self._has_maker(a) and (a in self.backward or (a in self.forward and alone))
         turned = a in self.backward and _packet(a) in (*VIEWS, *TURNS) and not self._is_large(a)
         if to.axis(a) == axis:
             return
         if a in to.axes or not made or not (turned or self._is_large(a)):
             super()._cut(a, axis)
             return
-        if to.inputs.pop(a, None) is not None or any(a in n.all_input_nodes for n in to.body):
-            raise _NoStretch
-        packet = _packet(a)
         if turned:
             self.copied.add(a)
-        if packet in (*PRODUCTS, *BATCHES):
-            self._seed(a)
-        else:
-            source = a.args[0]
-            if packet in VIEWS:
-                self._cut(source, _viewed(a.meta["val"].shape, axis, source.meta["val"].shape, to.rows))
-            elif packet in TURNS:
-                self._cut(source, _permuted(a, axis, back=True))
-            else:
-                for b in a.all_input_nodes:
-                    if self._has_rows(b, same := _aligned(a, b, axis)):
-                        self._cut(b, same)
-            self._add(a)
-        if to.axes.get(a) != axis:
-            raise _NoStretch
+        self._with_maker(a, axis)
 
 
 # What an op does to rows
