@@ -69,6 +69,8 @@ USED: Final = {
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FunctionalTensor": "torch._subclasses.functional_tensor:FunctionalTensor",
+    "FunctionalTensorMode": "torch._subclasses.functional_tensor:FunctionalTensorMode",
+    "mutation_counter": "torch:_functionalize_mutation_counter",
     "BypassDispatchCache": "torch._subclasses.fake_tensor:_BypassDispatchCache",
     "from_functional": "torch:_from_functional_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",

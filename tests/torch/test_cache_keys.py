@@ -10,9 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import _BypassDispatchCache, disable_fake_tensor_cache  # noqa: E402
+from torch.fx.experimental.proxy_tensor import snapshot_fake  # noqa: E402
 
 from tracer.capture.torch_fixes.cache_keys import quick_keys  # noqa: E402
-from tracer.torch_api import FakeTensorMode, ShapeEnv, dispatch_keys  # noqa: E402
+from tracer.torch_api import FakeTensorMode, ShapeEnv, dispatch_keys, proxy_tensor  # noqa: E402
 
 aten = torch.ops.aten
 
@@ -143,3 +144,22 @@ def test_a_result_has_fields_of_its_own():
         assert [y.constant is None for y in (a, b, c, x + 1)] == [True, False, True, True]
         assert x.grad is not None
         assert c.grad_fn is not b.grad_fn
+
+
+def test_a_node_s_value_is_that_of_torch_and_shares_its_storage():
+    mode = FakeTensorMode()
+    tensors = made(mode)
+    right = [snapshot_fake(x) for x in tensors]
+    with quick_keys():
+        quick = [proxy_tensor.snapshot_fake(x) for x in tensors]
+        with FakeTensorMode(shape_env=ShapeEnv()) as symbolic:
+            sized = symbolic.from_tensor(torch.empty(3, 4))
+        assert proxy_tensor.snapshot_fake(sized).shape == sized.shape
+        assert proxy_tensor.snapshot_fake(torch.ones(2)).tolist() == [1, 1]
+    for x, a, b in zip(tensors, right, quick, strict=True):
+        assert b.untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert (b.shape, b.stride(), b.storage_offset()) == (a.shape, a.stride(), a.storage_offset())
+        assert (type(b), b.dtype, b.device, b.requires_grad) == (type(a), a.dtype, a.device, a.requires_grad)
+        assert dispatch_keys(b).raw_repr() == dispatch_keys(a).raw_repr()
+        assert vars(b).keys() == vars(a).keys()
+        assert b.fake_mode is mode

@@ -9,8 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.functional_tensor import dispatch_functionalize  # noqa: E402
+from torch.fx import traceback as fx_traceback  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
 from tracer.capture.torch_fixes.quick_graphs import quick_graphs  # noqa: E402
-from tracer.torch_api import pytree  # noqa: E402
+from tracer.torch_api import FunctionalTensor, FunctionalTensorMode, pytree, release  # noqa: E402
 
 Pair = namedtuple("Pair", "a b")
 
@@ -39,8 +43,6 @@ def test_trees_are_mapped_as_torch_maps_them():
 
 
 def test_a_graph_gets_its_code_when_it_is_asked_for():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     compiled: list[str] = []
     with pytest.MonkeyPatch.context() as patch, quick_graphs():
         write = torch.fx.Graph.python_code
@@ -49,3 +51,38 @@ def test_a_graph_gets_its_code_when_it_is_asked_for():
         assert not compiled
     assert made(torch.full((3,), -3.0)).tolist() == [0.0] * 3
     assert "relu" in made.code
+
+
+def _view_of_what_is_written(x: torch.Tensor) -> torch.Tensor:
+    with fx_traceback.annotate({"module": "early"}):
+        y = x + 1
+        view = y.view(-1)
+    with fx_traceback.annotate({"module": "late"}):
+        y.mul_(2)
+        return view.neg() + x.view(-1)
+
+
+def _graph(function: Any) -> list[tuple[Any, ...]]:
+    with fx_traceback.preserve_node_meta():
+        made = make_fx(dispatch_functionalize(function))(torch.ones(2, 3))
+    nodes = list(made.graph.nodes)
+    assert all("tensor_meta" in n.meta for n in nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    return [(n.name, str(n.target), str(n.args), n.meta.get("custom")) for n in nodes]
+
+
+def test_a_view_that_is_made_again_after_a_write_is_noted_where_it_was_made_first():
+    right = _graph(_view_of_what_is_written)
+    with quick_graphs():
+        quick = _graph(_view_of_what_is_written)
+    assert quick == right
+    views = [note for name, _, _, note in quick if name.startswith("view")]
+    assert views == [{"module": "early"}, {"module": "early"}, {"module": "late"}]
+
+
+@pytest.mark.skipif(release() < (2, 13), reason="torch does not say so yet")
+def test_a_stranger_that_requires_a_gradient_is_refused_in_torch_s_words():
+    mode = FunctionalTensorMode()
+    with mode:
+        stranger = FunctionalTensor.to_functional(torch.ones(2, 3, requires_grad=True))
+    with quick_graphs(), pytest.raises(RuntimeError, match="in tensor_tracker"):
+        _graph(lambda x: x * stranger)

@@ -20,6 +20,7 @@ from tracer.torch_api import (
     default_device,
     dispatch_keys,
     make_subclass,
+    proxy_tensor,
     replaced,
     throw_on_mutable_data_ptr,
     warn_on_mutable_data_ptr,
@@ -35,7 +36,20 @@ _PLAIN: Final = frozenset({
 def quick_keys() -> Iterator[None]:
     """In the body, calls with fake tensors whose sizes are numbers have such keys, and their results are made so."""
     slow_key, slow_output = FakeTensorMode._cache_key, FakeTensorMode._get_output_tensor_from_cache_entry
+    slow_alias = proxy_tensor.snapshot_fake
     fields: dict[Any, dict[str, Any]] = {}  # of new fake tensors, by mode and device
+
+    def fake(mode: Any, device: Any, x: torch.Tensor, *, requires_grad: bool) -> Any:
+        """A fake tensor of that device with the storage of `x`, while no mode and no subclass is asked."""
+        place = mode, device
+        if place not in fields:
+            fields[place] = vars(FakeTensor(mode, torch.empty(0, device="meta"), device))
+        made = make_subclass(
+            FakeTensor, x, requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        (warn_on_mutable_data_ptr if mode._allow_unsafe_data_ptr_access else throw_on_mutable_data_ptr)(made)
+        vars(made).update(fields[place])
+        return made
 
     def key_of(mode: Any, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if mode.shape_env is None:
@@ -57,17 +71,19 @@ def quick_keys() -> Iterator[None]:
             x = torch.empty_strided(shape, stride, dtype=like.dtype, device="meta")
             if entry.view_idx is not None:
                 x.set_(call[-1][entry.view_idx].untyped_storage(), like.storage_offset, shape, stride)
-            place = mode, like.device
-            if place not in fields:
-                fields[place] = vars(FakeTensor(mode, x, like.device))
-            x = make_subclass(
-                FakeTensor, x, like.requires_grad, dispatch_device=True, device_for_backend_keys=like.device
-            )
-        (warn_on_mutable_data_ptr if mode._allow_unsafe_data_ptr_access else throw_on_mutable_data_ptr)(x)
-        vars(x).update(fields[place])
-        return x
+            return fake(mode, like.device, x, requires_grad=like.requires_grad)
 
-    with replaced(FakeTensorMode, _cache_key=key_of, _get_output_tensor_from_cache_entry=output_of):
+    def alias_of(x: Any, include_real: bool = False) -> Any:
+        """A graph's nodes have one of each value."""
+        if type(x) is not FakeTensor or x.fake_mode.shape_env is not None or x.real_tensor is not None:
+            return slow_alias(x, include_real)
+        with DisableTorchDispatch(), DisableTorchFunction():
+            return fake(x.fake_mode, x.fake_device, x, requires_grad=False)
+
+    with (
+        replaced(FakeTensorMode, _cache_key=key_of, _get_output_tensor_from_cache_entry=output_of),
+        replaced(proxy_tensor, snapshot_fake=alias_of),
+    ):
         yield
 
 
