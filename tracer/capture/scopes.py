@@ -13,6 +13,7 @@ from torch.fx import traceback as fx_traceback
 
 from tracer.capture.cuda.recurrent import recurrent_results
 from tracer.capture.refusals import check_statistics
+from tracer.capture.torch_fixes.dropout import idle_dropout
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
 from tracer.torch_api import FakeTensor, FakeTensorMode, dynamo_utils, pytree, replaced
@@ -157,7 +158,14 @@ def as_compiled() -> Iterator[None]:
 @contextlib.contextmanager
 def library_code() -> Iterator[None]:
     """Answer what libraries ask about the data of masks, where the answer is known, and mend what they leave out."""
-    with _unpacked_sequences(), _causal_masks(), trainable_layers(), recurrent_results(), whole_kernels():
+    with (
+        _unpacked_sequences(),
+        _causal_masks(),
+        trainable_layers(),
+        recurrent_results(),
+        whole_kernels(),
+        idle_dropout(),
+    ):
         yield
 
 
