@@ -9,9 +9,10 @@ from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import describe, predict
 from simulator.report.charts import Bar, grouped
-from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
+from simulator.report.measured import FIGURES, Run, beside
+from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.report.step import simulation_sections
-from simulator.show.tables import Cell, Table, bytes_cell, percent_cell, time_cell
+from simulator.show.tables import Cell, Table, no, yes
 from traces.records.measurement import Measurement, RunFigures, signed_error_percent
 from traces.records.plan import ALLOCATED, Plan
 from traces.records.trace import Trace, TraceMeta
@@ -52,36 +53,34 @@ def write_measurement(
     return write_page(path, page)
 
 
-def _headline(m: Measurement, where: str) -> Figures:
+def _headline(m: Measurement, where: str) -> Table:
     error = signed_error_percent(m.predicted, m.measured)["peak_allocated_bytes"]
     peaks = [show_bytes(f.peak_allocated_bytes) for f in (m.measured, m.predicted)]
     times = [show_time(f.step_time_ns) for f in (m.measured, m.eager, m.keep_all)]
     off = show_percent(error, signed=True, digits=3)
-    figures = [
-        Figure(f"Peak with the plan, measured on {where}", peaks[0], f"predicted {peaks[1]}"),
-        Figure("Error of the predicted peak", off, "100·(predicted − measured)/measured"),
-        Figure("Step with the plan, measured", times[0], f"eager {times[1]}, keep-all {times[2]}"),
+    rows: list[tuple[Cell | str, ...]] = [
+        (f"peak with the plan, measured on {where}", peaks[0], f"predicted {peaks[1]}"),
+        ("error of the predicted peak", off, "100·(predicted − measured)/measured"),
+        ("step with the plan, measured", times[0], f"eager {times[1]}, keep-all {times[2]}"),
     ]
     if m.budget_bytes is not None:
-        is_met = {None: ("unknown", ""), True: ("within", "good"), False: ("above", "bad")}
-        told, tone = is_met[m.within_budget]
-        label = "Budget" if m.budget_of == ALLOCATED else "Budget of reserved memory"
-        figures.append(Figure(label, show_bytes(m.budget_bytes), f"the measured peak is {told}", tone))
-    is_same = {True: ("verified", "good"), False: ("NOT EQUAL", "bad"), None: ("not checked", "")}
-    verdict, tone = is_same[m.verified]
+        told, tone = {None: ("unknown", ""), True: ("within", "good"), False: ("above", "bad")}[
+            m.within_budget
+        ]
+        label = "budget" if m.budget_of == ALLOCATED else "budget of reserved memory"
+        budget = Cell(show_bytes(m.budget_bytes), m.budget_bytes, tone)
+        rows.append((label, budget, f"the measured peak is {told}"))
+    is_same: dict[bool | None, Cell] = {
+        True: yes("verified"),
+        False: no("NOT EQUAL"),
+        None: Cell("not checked"),
+    }
     over = f"over {m.steps} steps" if m.verified is not None else ""
-    return Figures((*figures, Figure("Same training as the untouched model", verdict, over, tone)))
+    rows.append(("same training as the untouched model", is_same[m.verified], over))
+    return Table(columns=("", "", ""), rows=tuple(rows))
 
 
 def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
-    rows: list[tuple[Cell | str, ...]] = []
-    for way, predicted, measured in _runs(m):
-        errors = signed_error_percent(predicted, measured)
-        before, after = predicted.headline(), measured.headline()
-        for key, label, cell in _FIGURES:
-            if before[key] is not None or after[key] is not None:
-                error = percent_cell(errors[key], signed=True, digits=3)
-                rows.append((way, label, cell(before[key]), cell(after[key]), error))
     text = (
         f"Measured figures come from the {where}, each way of running the step in a process of its own. Eager is the "
         "untouched training loop; keep-all is the rewritten graph with an empty plan; plan is the rewritten graph with "
@@ -99,32 +98,19 @@ def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
             "the ops that a device profile knows. Their error says nothing about the memory."
         )
         notes.append(Text(text, "warning"))
-    found = Table(
-        columns=("run", "figure", "predicted", f"measured on {where}", "error"),
-        rows=tuple(rows),
-        numbers=frozenset({2, 3, 4}),
-        caption="Error is 100·(predicted − measured)/measured; negative: the prediction was too low.",
-    )
-    shown = [f for f in _FIGURES if f[0] != "peak_block_bytes" and m.measured.headline()[f[0]] is not None]
-    charts = (Chart(_chart(m, key, where), title=label.capitalize()) for key, label, _ in shown)
+    known = [k for k, n in m.measured.headline().items() if n is not None and k != "peak_block_bytes"]
+    charts = (Chart(_chart(m, key, where), title=FIGURES[key][0].capitalize()) for key in known)
+    found = beside(_runs(m), where)
     return (*notes, found, *warned(f"Beside the prediction: {text}" for text in m.warnings), *charts)
 
 
-def _runs(m: Measurement) -> tuple[tuple[str, RunFigures, RunFigures], ...]:
+def _runs(m: Measurement) -> tuple[Run, ...]:
     """The ways of running the step: what was predicted of each, of eager nothing, and what was measured."""
     return (
         ("eager", RunFigures(), m.eager),
         ("keep-all", m.keep_all_predicted, m.keep_all),
         ("plan", m.predicted, m.measured),
     )
-
-
-_FIGURES = (
-    ("peak_allocated_bytes", "peak allocated", bytes_cell),
-    ("peak_block_bytes", "peak in the allocator's blocks", bytes_cell),
-    ("peak_reserved_bytes", "peak reserved", bytes_cell),
-    ("step_time_ns", "step time", time_cell),
-)
 
 
 def _chart(m: Measurement, figure: str, where: str) -> dict[str, object]:

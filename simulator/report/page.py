@@ -1,4 +1,4 @@
-"""The blocks that pages are made of (figures, tables, charts, text), and one HTML file that needs no network.
+"""The blocks that pages are made of (tables, charts, text), and one HTML file that needs no network.
 
 Names of models, modules and ops are other people's text: jinja2 escapes them, also in the JSON inside a script
 element. The page holds one copy of the Vega bundle, whatever the number of charts, and a
@@ -31,24 +31,6 @@ class Text:
     tone: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One headline figure."""
-
-    label: str
-    value: str
-    detail: str = ""
-    tone: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """A row of headline figures."""
-
-    kind: ClassVar[str] = "figures"
-    figures: tuple[Figure, ...]
-
-
 def warned(texts: Iterable[str]) -> tuple[Text, ...]:
     """What must be said beside figures."""
     return tuple(Text(text, "warning") for text in texts)
@@ -64,7 +46,7 @@ class Chart:
     title: str = ""
 
 
-Block = Text | Figures | Table | Chart
+Block = Text | Table | Chart
 
 
 @dataclass(frozen=True, slots=True)

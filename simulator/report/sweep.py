@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from simulator.core.problem import Problem
 from simulator.report import charts
+from simulator.report.measured import beside
 from simulator.report.page import Block, Chart, Page, Section, Text, paragraphs, warned, write_page
 from simulator.report.step import activation_blocks
 from simulator.show.tables import Table, table
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
 from traces.errors import LowtideError
-from traces.records.measurement import RunFigures, signed_error_percent
+from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
 from traces.records.store import load
 from traces.records.trace import CATEGORIES
@@ -52,7 +52,7 @@ def write_sweep(
         Section("Static analysis of activations", _activations(sweep, Path(root or Path(path).parent))),
     ]
     if any(r.measured for r in sweep.rows):
-        sections.append(Section("Predicted beside measured", (_errors(sweep, where),)))
+        sections.append(Section("Predicted beside measured", _errors(sweep, where)))
     options = ", ".join(f"{k} {v}" for k, v in sorted(sweep.options.items()) if v not in (None, ""))
     batches = ", ".join(dict.fromkeys(str(r.batch_size) for r in sweep.rows))
     title = f"{sweep.model}: with and without checkpointing, by batch size"
@@ -169,33 +169,15 @@ def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
     return warned(["No trace of this sweep is at hand, so its activations cannot be listed."])
 
 
-def _errors(sweep: Sweep, where: str) -> Table:
+def _errors(sweep: Sweep, where: str) -> tuple[Block, ...]:
     runs = [
-        (str(r.batch_size), WAYS[key], predicted, r.measured[key])
+        (f"{r.batch_size}, {WAYS[key]}", predicted, r.measured[key])
         for r in sweep.rows
         for key, predicted in ((EAGER, r.baseline), (KEEP_ALL, r.baseline), (PLAN, r.plan))
         if key in r.measured
     ]
-
-    def error(figure: str) -> tuple[str, str, Callable[[Any], Any]]:
-        return "error", "+percent", lambda run: signed_error_percent(run[2], run[3])[figure]
-
-    target = f" ({sweep.target})" if sweep.target else ""
-    return table(
-        runs,
-        (
-            ("batch", "", lambda run: run[0]),
-            ("run", "", lambda run: run[1]),
-            ("peak, predicted", "bytes", lambda run: run[2].peak_allocated_bytes),
-            ("peak, measured", "bytes", lambda run: run[3].peak_allocated_bytes),
-            error(PEAK),
-            ("reserved, predicted", "bytes", lambda run: run[2].peak_reserved_bytes),
-            ("reserved, measured", "bytes", lambda run: run[3].peak_reserved_bytes),
-            error("peak_reserved_bytes"),
-            (f"step, predicted{target}", "time", lambda run: run[2].step_time_ns),
-            (f"step, measured on {where}", "time", lambda run: run[3].step_time_ns),
-        ),
-        caption=f"Measured on {where}. Error is 100·(predicted − measured)/measured. Predicted times are for "
-        "the target, so they compare with measured times only where both are the same device. Eager is set beside "
-        "the prediction for everything saved.",
-    ).known()
+    text = (
+        "By batch size. Predicted times are for the target, so they compare with measured times only where both are "
+        "the same device. Eager is set beside the prediction for everything saved."
+    )
+    return Text(text), beside(runs, where)

@@ -405,7 +405,7 @@ def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> N
     real = {"eager, measured on CPU", "keep-all, measured on CPU", "plan, measured on CPU"}
     assert latency == [{"keep-all, predicted", "plan, predicted"}, real]
     assert real < set().union(*map(series_of, specs))
-    assert "-12.50 %" in html  # 1.4 GiB predicted, 1.6 measured
+    assert "-12.500 %" in html  # 1.4 GiB predicted, 1.6 measured
     assert "At batch size 2, the largest whose trace is at hand" in html
     assert ">recomputed</td>" in html
 
