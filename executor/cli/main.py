@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from executor.cli.campaign import campaign
-from executor.cli.rehearse import figures_table, rehearse, rehearse_plan
+from executor.cli.rehearse import rehearse, rehearse_plan
+from simulator.show.tables import figures_table
 from traces import commands
 from traces.commands import Output, OutputFile, echo, output_options, stdout_free
 from traces.errors import SpecError

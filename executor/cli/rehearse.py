@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.show.tables import Table, table
+from simulator.show.tables import figures_table, table
 from traces.commands import Output, OutputFile, answer_options, stdout_free, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from executor.rehearsal.placed import Placed
     from executor.rehearsal.record import Rehearsal
     from simulator.allocator.placement import Placement
-    from traces.records.measurement import RunFigures
     from traces.records.plan import Plan, PredictionWarning
 
 MOST_LINES = 8
@@ -256,20 +254,6 @@ def _within(plan: Plan, rehearsed: Rehearsal) -> bool | None:
     return (rehearsed.figures.peak_bytes(plan.budget_of) or 0) <= plan.budget_bytes
 
 
-def figures_table(runs: Sequence[tuple[str, RunFigures]], kind: str = "bytes") -> Table:
-    """A row for each way to run the step; kind: how bytes are shown. What nobody knows is left out."""
-    return table(
-        runs,
-        [
-            ("", "", lambda run: run[0]),
-            ("peak allocated", kind, lambda run: run[1].peak_allocated_bytes),
-            ("in blocks", kind, lambda run: run[1].peak_block_bytes),
-            ("peak reserved", kind, lambda run: run[1].peak_reserved_bytes),
-            ("step time", "time", lambda run: run[1].step_time_ns),
-        ],
-    ).known()
-
-
 def _beside(plan: Plan, found: dict[str, Rehearsal]) -> str:
     from executor.measuring import predicted_figures
 
@@ -281,7 +265,7 @@ def _beside(plan: Plan, found: dict[str, Rehearsal]) -> str:
         ("plan, rehearsed", rehearsed.figures),
     )
     lines = [f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}"]
-    lines += [f"  {line}" for line in figures_table(runs, "count").without("step time").lines()]
+    lines += [f"  {line}" for line in figures_table(runs, kind="count").without("step time").lines()]
     kept = _within(plan, rehearsed)
     if kept is not None:
         of = " of reserved memory" if plan.budget_of == "reserved" else ""

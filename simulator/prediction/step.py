@@ -17,7 +17,7 @@ from simulator.core.schedule import Schedule
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
 from simulator.show import notebook
-from simulator.show.tables import Table, table
+from simulator.show.tables import Table, figures_table
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, Action, Plan
@@ -119,17 +119,7 @@ class Prediction:
         runs = [("everything saved", self.saved_figures, 0.0)]
         if self.plan.changes:
             runs.append((f"plan ({self.plan.planner})", self.planned_figures, self.overhead_percent))
-        return table(
-            runs,
-            (
-                ("run", "", lambda run: run[0]),
-                ("peak allocated", "bytes", lambda run: run[1].peak_allocated_bytes),
-                ("in blocks", "bytes", lambda run: run[1].peak_block_bytes),
-                ("peak reserved", "bytes", lambda run: run[1].peak_reserved_bytes),
-                ("step time", "time", lambda run: run[1].step_time_ns),
-                ("overhead", "+percent", lambda run: run[2]),
-            ),
-        ).known()
+        return figures_table(runs, ("overhead", "+percent", lambda run: run[2]), title="run")
 
     def whole_bytes(self, budget_of: str) -> int:
         """What 100 % of a budget stands for. Raises SpecError: a budget of reserved memory for a CPU's trace."""

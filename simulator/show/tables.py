@@ -154,3 +154,28 @@ def table(
         total=tuple(shown(kind, value) for kind, value in zip(kinds, total, strict=True)) if total else (),
         **more,
     )
+
+
+def figures_table(
+    runs: Sequence[tuple[Any, ...]],
+    *more: tuple[str, str, Callable[[Any], Any]],
+    title: str = "",
+    kind: str = "bytes",
+) -> Table:
+    """A row for each way to run the step: its name, and its RunFigures. What nobody knows is left out.
+
+    Args:
+        more: further columns.
+        title: of the names; kind: how bytes are shown.
+    """
+    return table(
+        runs,
+        (
+            (title, "", lambda run: run[0]),
+            ("peak allocated", kind, lambda run: run[1].peak_allocated_bytes),
+            ("in blocks", kind, lambda run: run[1].peak_block_bytes),
+            ("peak reserved", kind, lambda run: run[1].peak_reserved_bytes),
+            ("step time", "time", lambda run: run[1].step_time_ns),
+            *more,
+        ),
+    ).known()
