@@ -329,7 +329,7 @@ def test_one_of_several_gpus_is_the_one_that_is_asked_from_then_on(monkeypatch: 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
 def test_a_seed_that_torch_does_not_take(seed: int) -> None:
-    with pytest.raises(SpecError, match=f"--seed {seed} "):
+    with pytest.raises(SpecError, match=f"seed {seed} is none"):
         load_spec("resnet18", seed=seed)
 
 
