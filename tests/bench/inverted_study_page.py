@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from simulator.report.charts import by_name, colour, dots, drawn, finish
-from simulator.report.page import Chart, Figure, Figures, Page, Section, Text, needed, write_page
+from simulator.report.page import Chart, Page, Section, Text, needed, write_page
 from simulator.show.tables import NUMBER, table
 from traces.units import bytes_unit, show_bytes
 
@@ -182,13 +182,6 @@ def _training(part: Mapping[str, Any]) -> Section:
             if of == "loss" or way != "exact"
         ]
 
-    shown = Figures(
-        tuple(
-            Figure(way, f"{runs[way]['off_percent']:+.3f} %", "last tenth of the loss, beside exact")
-            for way in ("1e-6", "invert", "the paper's", "int8", "fp8_e4m3")
-            if way in runs
-        )
-    )
     columns = (
         ("way", "", lambda w: w),
         ("loss, last tenth", NUMBER, lambda w: f"{runs[w]['last']:.5f}"),
@@ -202,7 +195,6 @@ def _training(part: Mapping[str, Any]) -> Section:
     )
     blocks = (
         Text(text),
-        shown,
         Chart(lines(points("loss"), COLOURS, "step", "loss"), f"Means of {width} steps.", "Loss"),
         Chart(lines(points("off"), COLOURS, "step", "loss beside exact"), "", "Difference from exact"),
         table(list(runs), columns),
