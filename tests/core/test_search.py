@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -15,9 +16,9 @@ from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners import plan_with
+from simulator.planners import plan_with, search
 from simulator.planners.annealing import UNKNOWN, Annealer, Walk
-from simulator.planners.greedy import Search
+from simulator.planners.greedy import Found, Search
 from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
@@ -116,6 +117,28 @@ def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int, coarse: bool) -
     assert (after.retained == before.retained).all()
     assert after.evictions == before.evictions
     assert (annealer.retaining.storages["weight"] == weight).all()
+
+
+@pytest.mark.parametrize(
+    ("gap_ns", "gain_ns", "goes_on"),
+    [(10_000, 1_200, False), (10_000, 1_300, True), (500, 90, False), (500, 110, True), (40_000, 0, True)],
+)
+def test_walks_go_on_where_the_first_ones_close_enough_of_the_gap(
+    monkeypatch: pytest.MonkeyPatch, gap_ns: int, gain_ns: int, goes_on: bool
+) -> None:
+    """A step of a million ns: an eighth of the gap, a ten thousandth of the step; from far off, in any case."""
+    of = shared_link()
+    of = replace(of, ops=replace(of.ops, time_ns=(10**6, *[0] * (len(of.ops) - 1))))
+    problem = Problem(of)
+    greedy = Search(problem, 215)
+    start = Found(state=greedy.evaluator.state(), time_ns=10**6 + gap_ns)
+    last: list[int] = []
+    monkeypatch.setattr(search, "_last_walks", lambda *_: last.append(1) or start)
+    annealer = Annealer(greedy.evaluator, problem, 215, 0)
+    bound = replace(bounder_of(problem).bound(1 << 30), added_time_ns=0)
+    better = replace(start, time_ns=start.time_ns - gain_ns)
+    search._improve(annealer, lambda *_, **__: better, greedy, [start], 100, bound)
+    assert bool(last) == goes_on
 
 
 def shared_link() -> Trace:
