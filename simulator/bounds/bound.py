@@ -183,12 +183,13 @@ class Bounder:
         return most_ns
 
     def bound(self, budget_bytes: int) -> Bound:
-        """The best over the turn and the instants worth a look, and what working sets cost after the best of these."""
+        """What `at_instants` says, and what working sets cost after the best of these."""
         if budget_bytes not in self._known:
             self._known[budget_bytes] = self._found(budget_bytes)
         return self._known[budget_bytes]
 
-    def _found(self, budget_bytes: int) -> Bound:
+    def at_instants(self, budget_bytes: int) -> Bound:
+        """The best over the turn and the instants worth a look."""
         if self.below_floor(budget_bytes):
             return self._infeasible(budget_bytes, self.close_floor.op, self.close_floor.peak_bytes)
         best, at = (0, 0, 1), TURN
@@ -201,17 +202,21 @@ class Bounder:
             if found[0] > best[0]:
                 best, at = found, op
         reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING
-        bound = self._bound(budget_bytes, at, best, reason)
-        if max(self.instants.peaks, default=0) <= budget_bytes:
+        return self._bound(budget_bytes, at, best, reason)
+
+    def _found(self, budget_bytes: int) -> Bound:
+        bound = self.at_instants(budget_bytes)
+        if not bound.feasible or max(self.instants.peaks, default=0) <= budget_bytes:
             return bound
+        at, price = bound.op, (bound.price_ns, bound.price_bytes)
         if at < self.instants.turn:  # working sets are followed back to the turn
-            at, best = TURN, self.instants.at(TURN).added(budget_bytes) or best
-        added_time_ns = self._working_sets.added_ns(budget_bytes, at, *best[1:])
+            at, price = TURN, (self.instants.at(TURN).added(budget_bytes) or (0, *price))[1:]
+        added_time_ns = self._working_sets.added_ns(budget_bytes, at, *price)
         if added_time_ns is None:
             return replace(bound, feasible=False, added_time_ns=0, overhead_percent=0.0, reason=NO_WAY)
         if added_time_ns <= bound.added_time_ns:
             return bound
-        return self._bound(budget_bytes, at, (added_time_ns, *best[1:]), TWICE)
+        return self._bound(budget_bytes, at, (added_time_ns, *price), TWICE)
 
     def carry(self, bound: Bound, budget_bytes: int) -> Bound:
         """A bound for a larger budget, as one for a smaller budget."""

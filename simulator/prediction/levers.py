@@ -84,6 +84,7 @@ class Changed:
     rewrites: tuple[Rewrite, ...]
     problem: Problem
     bound: Bound
+    close: bool = True  # whether the bound counts working sets, too
 
     @property
     def least_ns(self) -> int:
@@ -114,9 +115,13 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     )
 
 
-def _changed(problem: Problem, rewrites: tuple[Rewrite, ...], budget_bytes: int) -> Changed:
+def _changed(
+    problem: Problem, rewrites: tuple[Rewrite, ...], budget_bytes: int, *, close: bool = True
+) -> Changed:
     step = draft_problem(problem, rewrites)
-    return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(budget_bytes))
+    bounder = bounder_of(step)
+    bound = bounder.bound(budget_bytes) if close else bounder.at_instants(budget_bytes)
+    return Changed(rewrites=rewrites, problem=step, bound=bound, close=close)
 
 
 def ops_take_ns(problem: Problem, rewrites: tuple[Rewrite, ...]) -> int:
@@ -170,7 +175,7 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             if rewrites and bounder_of(q).below_floor(budget_bytes):
                 impossible[rewrites] = _floor(problem, rewrites)
                 return worth(rewrites)
-            made = tried[rewrites] = _changed(problem, rewrites, budget_bytes)
+            made = tried[rewrites] = _changed(problem, rewrites, budget_bytes, close=False)
             best_ns = min(best_ns, made.least_ns) if made.bound.feasible else best_ns
         x = tried[rewrites]
         if x.bound.feasible:
@@ -181,9 +186,9 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
         _search(problem, list(filter(None, _choices(problem, levers, tried[()].bound))), worth)
     possible: list[Changed | Slower] = [*(x for x in tried.values() if x.bound.feasible), *slower.values()]
-    if possible:
-        return sorted(possible, key=_promise)
-    return [_changed(problem, max((*tried, *impossible), key=worth), budget_bytes)]
+    return _in_order(problem, possible, budget_bytes) or [
+        _changed(problem, max((*tried, *impossible), key=worth), budget_bytes)
+    ]
 
 
 def _search(
@@ -199,6 +204,27 @@ def _search(
     may_do, *_ = worth(_best(cheap, worth))
     for order in reversed(orders) if may_do else orders:
         _best(order, worth)
+
+
+def _look_closely(
+    problem: Problem,
+    step: Changed | Slower,
+    budget_bytes: int,
+    steps: list[Changed | Slower],
+    promise: Callable[[Changed | Slower], tuple[int, ...]],
+) -> None:
+    """Put a step among others by all that its bound counts, unless no plan of it is possible."""
+    found = _changed(problem, step.rewrites, budget_bytes)
+    if found.bound.feasible:
+        insort(steps, found, key=promise)
+
+
+def _in_order(problem: Problem, steps: list[Changed | Slower], budget_bytes: int) -> list[Changed | Slower]:
+    """Steps by rising bound, the first of which has been looked at closely."""
+    steps.sort(key=_promise)
+    while steps and not (isinstance(steps[0], Changed) and steps[0].close):
+        _look_closely(problem, steps.pop(0), budget_bytes, steps, _promise)
+    return steps
 
 
 def _copied(rewrites: tuple[Rewrite, ...]) -> frozenset[int] | None:
@@ -426,10 +452,8 @@ def plan_with_levers(
             continue
         if step.least_ns >= of_kinds.get(kinds, MOST) - close_ns:
             continue
-        if isinstance(step, Slower):
-            found = _changed(problem, step.rewrites, budget_bytes)
-            if found.bound.feasible:
-                insort(steps, found, key=promise)
+        if isinstance(step, Slower) or not step.close:
+            _look_closely(problem, step, budget_bytes, steps, promise)
             continue
         planned[kinds] += 1
         try:

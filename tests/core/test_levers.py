@@ -12,12 +12,12 @@ from executor.campaign.bench import Forecast, told
 from executor.campaign.record import RULES
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.device_fit import Setting
-from simulator.bounds.bound import bounder_of
+from simulator.bounds.bound import Bound, Bounder, bounder_of
 from simulator.bounds.instants import Floor, Instants
 from simulator.bounds.lowest import lowest as floor_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.core.rewrites import rewritten, rewritten_problem, tile
+from simulator.core.rewrites import draft_problem, rewritten, rewritten_problem, tile
 from simulator.core.rewrites.edit import Editing
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
@@ -450,6 +450,24 @@ def test_combinations_are_found_from_either_end(
     # Copies take no time; what they alone may do says what the whole search begins with.
     begins = next(rewrites for rewrites in seen if packed[0] in rewrites)
     assert (half[0] in begins) == may_do
+
+
+@pytest.mark.parametrize("more_ns", [0, 10**6])
+def test_a_step_is_first_by_all_that_its_bound_counts(monkeypatch: pytest.MonkeyPatch, more_ns: int) -> None:
+    """Tiles in the order in which single instants put them, unless working sets make one of them dearer."""
+    problem, levers_ = Problem(head(4)), Levers(allow="fp")
+    first, second = [x.rewrites for x in changed_steps(Problem(head(4)), 1800, levers_)][:2]
+    slow = draft_problem(problem, first)
+
+    def bound(of: Bounder, budget_bytes: int) -> Bound:
+        found = of.at_instants(budget_bytes)
+        return replace(found, added_time_ns=found.added_time_ns + more_ns * (of is bounder_of(slow)))
+
+    monkeypatch.setattr(Bounder, "bound", bound)
+    steps = changed_steps(problem, 1800, levers_)
+    assert steps[0].rewrites == (second if more_ns else first)
+    assert isinstance(steps[0], Changed)
+    assert steps[0].close
 
 
 def test_of_equal_floors_that_of_the_shorter_step_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
