@@ -173,3 +173,30 @@ class Pair(Net):
 def test_a_model_may_return_its_loss_last() -> None:
     recorded = trace(Pair(), {"x": X, "targets": LABELS}, optimizer=torch.optim.SGD, profile=False)
     assert recorded.meta.grad_outputs == (1,)
+
+
+class Spread(Net):
+    """What is meant and how sure it is, or torch's loss of that, which checks that no variance is negative."""
+
+    def forward(self, x: Any, targets: Any = None) -> Any:
+        mean, spread = self.body(x).chunk(2, -1)
+        if targets is None:
+            return mean, spread
+        return F.gaussian_nll_loss(mean, targets, torch.sigmoid(spread) * x[:, :4])
+
+    @staticmethod
+    def outside(out: Any, targets: Any) -> Any:
+        return F.gaussian_nll_loss(out[0], targets, torch.sigmoid(out[1]))
+
+
+def test_a_check_of_torch_s_own_loss_is_one_wherever_it_stands() -> None:
+    torch.manual_seed(0)
+    model, x = Spread(), X.abs()
+    outside = trace(model, (x, x[:, :4]), loss=Spread.outside, profile=False)
+    assert outside.meta.grad_outputs == (0, 1)
+    inside = trace(model, {"x": x, "targets": x[:, :4]}, profile=False)
+    changed = apply_plan(model, plan(inside, "90%"))
+    assert torch.equal(changed(x, x[:, :4]), model(x, x[:, :4]))
+    for bad, error in ((model, ValueError), (changed, PlanError)):
+        with pytest.raises(error, match=r"negative|looks\.py:\d+.*the answer was False"):
+            bad(-x, x[:, :4])

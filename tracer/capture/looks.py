@@ -6,7 +6,8 @@ ways; a line whose two ways run different ops is a branch, which no capture can 
 `lowtide::look` stands where the model looked: it looks again in every step, and raises where the answer is another.
 Counts: answers that are True or False, one for a line. Ignores: what a print would have printed in later steps.
 
-What torch's distributions ask of their arguments is known to be such a check, in the model as in the loss.
+What torch's distributions and one of its losses ask of their arguments is known to be such a check, in the model as in
+the loss.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Answers = Mapping[Line, bool | None]  # None: the ops are the same either way, a
 _SETTLED: Final[WeakKeyDictionary[nn.Module, Answers]] = WeakKeyDictionary()
 
 CHECKING: Final = (inspect.getfile(distributions.distribution), inspect.getfile(distributions.constraints))
+CHECKED: Final = (nn.functional.gaussian_nll_loss,)
 ASKING: Final = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 
@@ -126,8 +128,8 @@ class Looks(TorchFunctionMode):
 
 
 class Checks(TorchFunctionMode):
-    """While it is on, distributions go on with their arguments. `again`: put a `look` in the graph for each check; the
-    loss code, which is not captured, checks again by itself.
+    """While it is on, what of torch checks its arguments goes on with them. `again`: put a `look` in the graph for each
+    check; the loss code, which is not captured, checks again by itself.
     """
 
     def __init__(self, *, again: bool) -> None:
@@ -136,9 +138,27 @@ class Checks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__ and sys._getframe(1).f_code.co_filename in CHECKING:
-            if self.again:
-                torch.ops.lowtide.look(args[0].detach(), True, "{}:{}".format(*_line()))
-            return True
+            return self.goes_on(args[0], True)
+        with _InOne(self) if func in CHECKED else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+    def goes_on(self, x: torch.Tensor, expected: bool) -> bool:
+        """The answer to a check with which it goes on."""
+        if self.again:
+            torch.ops.lowtide.look(x.detach(), expected, "{}:{}".format(*_line()))
+        return expected
+
+
+class _InOne(TorchDispatchMode):
+    """While it is on, a function of torch runs that checks whether something is wrong, where no other mode sees it."""
+
+    def __init__(self, checks: Checks) -> None:
+        super().__init__()
+        self.checks = checks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.checks.goes_on(args[0], False)
         return func(*args, **(kwargs or {}))
 
 
