@@ -172,7 +172,7 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
                 return False, -MOST, 0
             if any(x.bound.feasible and set(x.rewrites) < set(rewrites) for x in tried.values()):
                 bounder_of(q).leave_open(budget_bytes)
-            if rewrites and bounder_of(q).below_floor(budget_bytes):
+            if bounder_of(q).below_floor(budget_bytes):
                 impossible[rewrites] = _floor(problem, rewrites)
                 return worth(rewrites)
             made = tried[rewrites] = _changed(problem, rewrites, budget_bytes, close=False)
@@ -184,7 +184,8 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
 
     worth(())
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
-        _search(problem, list(filter(None, _choices(problem, levers, tried[()].bound))), worth)
+        bound = tried[()].bound if () in tried else None
+        _search(problem, list(filter(None, _choices(problem, levers, budget_bytes, bound))), worth)
     possible: list[Changed | Slower] = [*(x for x in tried.values() if x.bound.feasible), *slower.values()]
     return _in_order(problem, possible, budget_bytes) or [
         _changed(problem, max((*tried, *impossible), key=worth), budget_bytes)
@@ -212,8 +213,13 @@ def _look_closely(
     budget_bytes: int,
     steps: list[Changed | Slower],
     promise: Callable[[Changed | Slower], tuple[int, ...]],
+    best_ns: int = MOST,
 ) -> None:
-    """Put a step among others by all that its bound counts, unless no plan of it is possible."""
+    """Put a step among others by all that its bound counts, unless no plan of it is possible, or below `best_ns`."""
+    draft = draft_problem(problem, step.rewrites)
+    enough_ns = best_ns - draft.trace.time_ns
+    if best_ns < MOST and bounder_of(draft).quick_ns(budget_bytes, enough_ns) >= enough_ns:
+        return
     found = _changed(problem, step.rewrites, budget_bytes)
     if found.bound.feasible:
         insort(steps, found, key=promise)
@@ -314,13 +320,13 @@ def parts(rewrites: Sequence[Rewrite]) -> list[tuple[Rewrite, ...]]:
 
 
 def _choices(
-    problem: Problem, levers: Levers, bound: Bound | None = None
+    problem: Problem, levers: Levers, budget_bytes: int = 0, bound: Bound | None = None
 ) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
     """What can be chosen one after the other: of stretches that are alike the number of tiles, of other kinds how
     many; of values that are packed exactly those for which a byte costs less than the last one of a bound."""
     for kind, rewrites in offered(problem, levers).items():
         if (of_kind := getattr(LEVERS[kind], "choices", None)) is not None:
-            yield list(of_kind(problem, rewrites, levers, 0 if bound is None else bound.budget_bytes))
+            yield list(of_kind(problem, rewrites, levers, budget_bytes))
             continue
         groups: list[tuple[object, dict[int, list[Rewrite]]]] = []
         for r in (r for r in rewrites if r.number):
@@ -333,7 +339,7 @@ def _choices(
             yield [tuple(group[number]) for number in sorted(group)]
         if not groups and LEVERS[kind].EXACTNESS == EXACT:
             if bound is not None and bound.feasible:
-                over = max(1, problem.saved.timeline.peak_allocated_bytes - bound.budget_bytes)
+                over = max(1, problem.saved.timeline.peak_allocated_bytes - budget_bytes)
                 # At last, on average.
                 prices = (bound.price_ns, bound.price_bytes), (bound.added_time_ns, over)
                 rewrites = list(cheaper(problem.trace, rewrites, *max(prices, key=lambda p: p[0] / p[1])))
@@ -453,7 +459,8 @@ def plan_with_levers(
         if step.least_ns >= of_kinds.get(kinds, MOST) - close_ns:
             continue
         if isinstance(step, Slower) or not step.close:
-            _look_closely(problem, step, budget_bytes, steps, promise)
+            best_ns = MOST if best is None else _time_ns(best)
+            _look_closely(problem, step, budget_bytes, steps, promise, best_ns)
             continue
         planned[kinds] += 1
         try:

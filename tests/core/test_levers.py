@@ -380,7 +380,7 @@ def test_of_two_numbers_of_tiles_that_promise_as_much_the_smaller_is_planned_and
     assert planned == asked
 
 
-def test_of_steps_that_no_plan_fits_the_floor_of_one_beside_the_untouched_is_looked_at_closely(
+def test_of_steps_that_no_plan_fits_the_floor_of_one_is_looked_at_closely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closely: list[bool] = []
@@ -394,7 +394,7 @@ def test_of_steps_that_no_plan_fits_the_floor_of_one_beside_the_untouched_is_loo
     assert isinstance(best, Changed)
     assert not best.bound.feasible
     assert [r.kind for r in best.rewrites] == ["tile"]
-    assert (closely.count(True), len(closely) > 4) == (2, True)
+    assert (closely.count(True), len(closely) > 4) == (1, True)
 
 
 def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
