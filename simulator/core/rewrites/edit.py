@@ -134,6 +134,11 @@ class Editing:
         those = {op for op in self._users_of(value) if value in op.reads and self.there(op)}
         return sorted(those, key=self.position)
 
+    def unmake(self, value: Value) -> None:
+        """Take a value out that another op is going to make."""
+        value.producer = None
+        (self._made if value in self._made else self._values).remove(value)
+
     def there(self, op: Op) -> bool:
         """Whether an op has not been taken out."""
         return op not in self._instead
@@ -195,7 +200,8 @@ class Editing:
             gone -= taken
             taken = {x for op in taken for x in op.inputs} & gone
         self._instead |= dict.fromkeys(gone, new)
-        self._values = [v for v in self.values if v.producer not in gone]
+        for those in (self._values, self._made):
+            those[:] = [v for v in those if v.producer not in gone]
         self.order = [op for op in self.order if op not in gone]
 
     def trace(self, *, draft: bool = False) -> Trace:

@@ -168,10 +168,9 @@ def _draw(editing: Editing, stretch: Stretch) -> None:
 def _unmade(editing: Editing, result: Result) -> Value:
     """A result's storage, which another op is going to make."""
     value = editing.value[result.storage]
-    value.producer = None
+    editing.unmake(value)
     if result.grows == SUM:
         value.nbytes = _sum_bytes(editing.source, result.storage)
-    editing.values.remove(value)
     return value
 
 
