@@ -251,6 +251,10 @@ def in_hand(
     return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
 
 
+# Whether the caller has ever frozen what exists: Python counts all of that anew when it is asked, a tenth of a second.
+_frozen = False
+
+
 @contextmanager
 def left_as_found(tf32: bool) -> Iterator[None]:
     """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it.
@@ -259,7 +263,9 @@ def left_as_found(tf32: bool) -> Iterator[None]:
     """
     import torch
 
-    freeze = not gc.get_freeze_count()
+    global _frozen
+    _frozen = _frozen or bool(gc.get_freeze_count())
+    freeze = not _frozen
     if freeze:
         gc.freeze()
 

@@ -52,6 +52,8 @@ def no_garbage() -> Iterator[None]:
 USED: Final = {
     # capture
     "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+    "aot_autograd": "torch._functorch.aot_autograd",
+    "Patcher": "torch.fx._symbolic_trace:_Patcher",
     "EffectType": "torch._library.effects:EffectType",
     "get_effect": "torch._higher_order_ops.effects:_get_effect",
     "register_effectful_op": "torch._higher_order_ops.effects:_register_effectful_op",

@@ -14,7 +14,14 @@ from torch.fx import traceback as fx_traceback  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from tracer.capture.torch_fixes.quick_graphs import quick_graphs  # noqa: E402
-from tracer.torch_api import FunctionalTensor, FunctionalTensorMode, pytree, release  # noqa: E402
+from tracer.torch_api import (  # noqa: E402
+    FunctionalTensor,
+    FunctionalTensorMode,
+    aot_autograd,
+    functorch_config,
+    pytree,
+    release,
+)
 
 Pair = namedtuple("Pair", "a b")
 
@@ -86,3 +93,36 @@ def test_a_stranger_that_requires_a_gradient_is_refused_in_torch_s_words():
         stranger = FunctionalTensor.to_functional(torch.ones(2, 3, requires_grad=True))
     with quick_graphs(), pytest.raises(RuntimeError, match="in tensor_tracker"):
         _graph(lambda x: x * stranger)
+
+
+class _Calling(torch.nn.Module):
+    """Makes a graph of another module while it is itself being traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = [n.op for n in torch.fx.symbolic_trace(self.inner).graph.nodes]
+        return self.inner(x)
+
+
+def test_modules_are_called_as_they_are_but_for_a_trace_inside_of_the_trace() -> None:
+    model, seen = _Calling(), []
+    call = torch.nn.Module.__call__
+    model.inner.register_forward_hook(lambda *_: seen.append(torch.nn.Module.__call__))
+    with quick_graphs():
+        quick = make_fx(model)(torch.ones(2, 3))
+    assert seen == [call]
+    assert model.made == ["placeholder", "call_module", "call_module", "output"]
+    right = make_fx(model)(torch.ones(2, 3))
+    assert [str(n.target) for n in quick.graph.nodes] == [str(n.target) for n in right.graph.nodes]
+    assert torch.nn.Module.__call__ is call
+
+
+def test_the_state_of_random_ops_is_tracked_where_they_become_ops_of_it() -> None:
+    own = aot_autograd.PhiloxStateTracker
+    with quick_graphs():
+        assert aot_autograd.PhiloxStateTracker is not own
+    with functorch_config.patch(functionalize_rng_ops=True), quick_graphs():
+        assert aot_autograd.PhiloxStateTracker is own

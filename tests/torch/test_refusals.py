@@ -274,6 +274,29 @@ def test_tensors_left_in_a_global_list_are_named(inside: bool) -> None:
     assert not LEFT
 
 
+class Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Telling(Keeping):
+    """Sets its attributes in a way of its own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [Keeping, Telling])
+def test_the_line_that_sets_an_attribute_is_named(kind: type[nn.Linear], inside: bool) -> None:
+    """And how attributes are set is afterwards as it was."""
+    before = [vars(k).get("__setattr__") for k in (nn.Module, nn.Linear, nn.Sequential, kind)]
+    said = refused(lambda: nn.Sequential(kind(4, 4)) if inside else kind(4, 4), row, torch.sum)
+    assert re.search(r"in self\.kept( of 0)? .*test_refusals\.py:\d+", said)
+    assert [vars(k).get("__setattr__") for k in (nn.Module, nn.Linear, nn.Sequential, kind)] == before
+
+
 def test_a_nested_tensor_in_a_batch_is_named() -> None:
     rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
     with pytest.raises(SpecError, match=r"holds a nested tensor.*pad it"):

@@ -102,7 +102,7 @@ def run_watched(model: nn.Module, run: Callable[[], Any], effects: Effects) -> A
     drawn = _python_state()
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_lines_noted(lines))
+            stack.enter_context(_lines_noted(model, lines))
             stack.enter_context(_hooks_watched(model))
             for key in effects.numbers:
                 before.watch(key, effects, stack)
@@ -429,8 +429,8 @@ def _number(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _lines_noted(lines: dict[tuple[int, str], str]) -> Iterator[None]:
-    """Note the line at which a module's attribute is set last."""
+def _lines_noted(model: nn.Module, lines: dict[tuple[int, str], str]) -> Iterator[None]:
+    """Note the line at which an attribute of one of the model's modules is set last."""
     put = nn.Module.__setattr__
 
     def noted(self: nn.Module, name: str, value: Any) -> None:
@@ -438,8 +438,20 @@ def _lines_noted(lines: dict[tuple[int, str], str]) -> Iterator[None]:
         lines[id(self), name] = DERIVED if derived else user_line(traceback.extract_stack())
         put(self, name, value)
 
-    with replaced(nn.Module, __setattr__=noted):
+    kinds = {type(m) for m in model.modules()}
+    # Python tells all subclasses of a class that changes, and nn.Module has thousands where libraries are imported.
+    if nn.Module in kinds or any(kind.__setattr__ is not put for kind in kinds):
+        with replaced(nn.Module, __setattr__=noted):
+            yield
+        return
+    try:
+        for kind in kinds:
+            kind.__setattr__ = noted  # type: ignore[assignment]
         yield
+    finally:
+        for kind in kinds:
+            if "__setattr__" in vars(kind):
+                del kind.__setattr__
 
 
 # Randomness

@@ -16,6 +16,7 @@ The model's own ops come from the captured graph, the rest is recorded around a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -271,7 +272,14 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
 def versions() -> dict[str, str]:
     """Versions of what decides the graph; torch's with its build, which the installed package does not always name."""
     out = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("torchvision", "transformers", "lowtide"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            out[name] = metadata.version(name)
-    return out
+    return out | {
+        name: found for name in ("torchvision", "transformers", "lowtide") if (found := _version(name))
+    }
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """Of an installed package; "" if it is not."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return ""

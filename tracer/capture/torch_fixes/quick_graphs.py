@@ -1,16 +1,22 @@
 """Leave out of a capture what changes no graph and takes a fifth of the time: descriptions of trees that are mapped and
-forgotten and of tensors that are there, code of graphs that nobody calls, and bringing up to date what is."""
+forgotten and of tensors that are there, code of graphs that nobody calls, bringing up to date what is, and watching
+what is not looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from torch import nn
 
 from tracer.torch_api import (
     FunctionalTensor,
     FunctionalTensorMode,
+    Patcher,
+    aot_autograd,
     from_functional,
+    functorch_config,
     mutation_counter,
     proxy_tensor,
     pytree,
@@ -55,11 +61,25 @@ def quick_graphs() -> Iterator[None]:
         if sync is not None and written:
             sync(mode, written, {})
 
+    outermost: list[Any] = []
+    patch = Patcher.patch_method
+
+    def patch_method(patcher: Any, owner: type, name: str, *function: Any, **options: Any) -> None:
+        """A capture's own tracer takes calls and attributes of modules as they are, and so need not see them."""
+        if owner is nn.Module and patcher in (outermost or [patcher]):
+            outermost[:] = [patcher]
+        else:
+            patch(patcher, owner, name, *function, **options)
+
+    # Where random ops do not become ops of a state that torch tracks, it need not make that state anew, of tensors.
+    untracked = {} if functorch_config.functionalize_rng_ops else {"PhiloxStateTracker": nullcontext}
     syncs = {} if sync is None else {"_sync_view_replay_annotations": sync_written}
     with (
         replaced(pytree, tree_map=tree_map, tree_map_only=tree_map_only),
         replaced(proxy_tensor, _extract_tensor_metadata=lambda x: None),  # which says what "val" says
         replaced(FunctionalTensorMode, **syncs),
+        replaced(Patcher, patch_method=patch_method),
+        replaced(aot_autograd, **untracked),
         use_lazy_graph_module(True),
     ):
         yield
