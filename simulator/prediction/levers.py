@@ -28,7 +28,6 @@ from simulator.core.rewrites import (
     draft_problem,
     exactness_of,
     in_order,
-    offload,
     rewritten_problem,
     tile,
 )
@@ -152,9 +151,6 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             least_ns += max(
                 (_shown_ns(problem, x, rewrites, budget_bytes) for x in tried.values()), default=0
             )
-            if rewrites and (copied := _copied(rewrites)) is not None:
-                more = (x.least_ns for x in tried.values() if copied < (_copied(x.rewrites) or copied))
-                least_ns = max(least_ns, offload.takes_ns(problem, rewrites), *more)
             if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST, 0
@@ -231,11 +227,6 @@ def _in_order(problem: Problem, steps: list[Changed | Slower], budget_bytes: int
     while steps and not (isinstance(steps[0], Changed) and steps[0].close):
         _look_closely(problem, steps.pop(0), budget_bytes, steps, _promise)
     return steps
-
-
-def _copied(rewrites: tuple[Rewrite, ...]) -> frozenset[int] | None:
-    """The values that wait in host memory, if nothing else changes the step."""
-    return frozenset(r.storage for r in rewrites) if all(r.bytes_per_s for r in rewrites) else None
 
 
 def _shown_ns(problem: Problem, few: Changed, rewrites: Sequence[Rewrite], budget_bytes: int) -> int:

@@ -29,7 +29,7 @@ from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_n
 from traces.devices import device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Rewrite
-from traces.records.trace import ACTIVATION, BACKWARD, EAGER, EFFECT, FORWARD, RANDOM, VIEW, Trace
+from traces.records.trace import ACTIVATION, BACKWARD, EAGER, EFFECT, FORWARD, RANDOM, Trace
 
 EXACTNESS: Final = EXACT
 LEAST: Final = 1 << 20  # bytes: smaller values are not worth a copy's latency
@@ -80,34 +80,6 @@ def choices(
     for n in dict.fromkeys((len(hidden) // 2, *sizes)):
         if n:
             yield step.placed([*hidden, *rest][:n], rate)
-
-
-def takes_ns(problem: Problem, rewrites: Sequence[Rewrite]) -> int:
-    """What a step takes that nothing but these copies changes, with everything else saved."""
-    trace, ops, beside = problem.trace, problem.trace.ops, problem.trace.meta.device != "cpu"
-    out_before: dict[int, list[int]] = {}
-    in_before: dict[int, list[int]] = {}
-    for r in rewrites:
-        out_before.setdefault(place(trace, r.out_before, FORWARD), []).append(r.storage)
-        in_before.setdefault(place(trace, r.in_before, BACKWARD), []).append(r.storage)
-    ns = {r.storage: copy_ns(trace.storages.nbytes[r.storage], r.bytes_per_s) for r in rewrites}
-    made: dict[int, list[int]] = {}
-    for s in reversed(ns):  # of what one op makes, the last is copied first
-        made.setdefault(trace.storages.producer[s], []).append(s)
-    now = out_free = in_free = 0
-    is_out, is_in = dict[int, int](), dict[int, int]()
-    for i, time_ns in enumerate(ops.time_ns):
-        now = max([now, *(is_out[s] for s in out_before.get(i, ()))])
-        for s in in_before.get(i, ()):
-            in_free = is_in[s] = max(now, in_free) + ns[s]
-            now = now if beside else in_free
-        if not ops.flags[i] & VIEW:
-            now = max([now, *(is_in[s] for s in ops.reads[i] if s in is_in)])
-        now += time_ns
-        for s in made.get(i, ()):
-            out_free = is_out[s] = max(now, out_free) + ns[s]
-            now = now if beside else out_free
-    return now
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
