@@ -156,7 +156,10 @@ def test_a_command_that_ends_leaves_no_fork_behind(served: Run, tmp_path: Path, 
         f"open({str(note)!r}, 'w').write(f'{{os.getppid()}} {{os.getpid()}} '); import time; time.sleep(60)"
     )
     (tmp_path / "lowtide_sleeps.py").write_text(f"import os\ndef do():\n    {sleeping}")
+    # A shell's job in the background ignores SIGINT, and so would all that it starts.
     code = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from executor.isolated import forking, run_fresh
 with forking("traces.errors"):
     run_fresh("lowtide_sleeps:do", {}, what="slept")
