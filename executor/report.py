@@ -77,7 +77,7 @@ def _headline(m: Measurement, where: str) -> Table:
     }
     over = f"over {m.steps} steps" if m.verified is not None else ""
     rows.append(("same training as the untouched model", is_same[m.verified], over))
-    return Table(columns=("", "", ""), rows=tuple(rows))
+    return Table(columns=("figure", "value", "beside it"), rows=tuple(rows))
 
 
 def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
