@@ -89,9 +89,19 @@ def _has_cuda_torch() -> bool:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """A test in which what several threads allocate for themselves would count: it is not, or otherwise, told."""
+    yield from _threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """A test of what torch's kernels do otherwise where there is a single thread."""
+    yield from _threads(2)
+
+
+def _threads(number: int) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     yield
     torch.set_num_threads(before)

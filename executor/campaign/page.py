@@ -48,7 +48,7 @@ def campaign_page(book: Book, *, analysis: str = "") -> Page:
     without = _shown(tables.without_figures(records)) or [Text("Every case has its figures.")]
     sections: dict[str, Sequence[Block]] = {
         "Analysis": paragraphs(analysis),
-        "Headline": _headline(book, measured_on),
+        "Headline": _headline(book, rows, measured_on),
         "Errors in aggregate": aggregates,
         "Predicted against measured": _scatters(rows),
         "Every case": cases,
@@ -81,7 +81,7 @@ def _shown(*found: Table) -> list[Block]:
     return [t for t in found if t.rows]
 
 
-def _headline(book: Book, measured_on: str) -> list[Block]:
+def _headline(book: Book, rows: Sequence[ErrorRow], measured_on: str) -> list[Block]:
     """How much was measured and verified, and above all what the figures are not."""
     records = book.records
     verified = [r.verified for r in records if r.peak is not None and r.verified is not None]
@@ -91,7 +91,7 @@ def _headline(book: Book, measured_on: str) -> list[Block]:
         "bit for bit or within eager's own noise. Predicted figures are simulated; measured figures were measured on: "
         f"{measured_on}. Figures of different devices are never aggregated together."
     )
-    silent = dict.fromkeys(r.case for r in errors.unwarned(errors.error_rows(records)))
+    silent = dict.fromkeys(r.case for r in errors.unwarned(rows))
     unforeseen = [r.case.label for r in errors.ran_out_unforeseen(records)]
     off: list[str] = []
     if all(r.provenance != MEASURED_CUDA for r in records):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -97,15 +96,7 @@ def test_halves_are_summed_up_in_float32_where_they_do_not_lie_side_by_side() ->
     assert check(aten.sub_.Tensor, single.bfloat16(), single) == (1600, 1600, -1600, -1600)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """A single thread enlarges larger images of three channels bilinearly in channels last, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
+# A single thread enlarges larger images of three channels bilinearly in channels last, too.
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("channels", [1, 3, 8])
 @pytest.mark.parametrize("kind", ["nearest2d", "bilinear2d"])

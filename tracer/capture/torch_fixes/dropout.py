@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tracer.capture.torch_fixes.whole_kernels import KEYS
+from tracer.capture.torch_fixes.whole_kernels import KEYS, python_kernels
 
 OP = torch.ops.aten.dropout.default
 
@@ -19,16 +19,10 @@ OP = torch.ops.aten.dropout.default
 @contextlib.contextmanager
 def idle_dropout() -> Iterator[None]:
     """In the body, a dropout with a probability of 0, or outside of training, is its input."""
-    before = {key: OP.py_kernels[key] for key in KEYS}
+    copying = OP.py_kernels[KEYS[0]]
 
     def dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
-        return before[KEYS[0]](x, p, train) if train and p else x
+        return copying(x, p, train) if train and p else x
 
-    for key in KEYS:
-        OP.py_kernels[key] = dropout
-    OP._dispatch_cache.clear()
-    try:
+    with python_kernels([OP], dropout):
         yield
-    finally:
-        OP.py_kernels.update(before)
-        OP._dispatch_cache.clear()

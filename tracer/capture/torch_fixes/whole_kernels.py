@@ -7,7 +7,7 @@ would become some thirty ops with several results of its output's size each, in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -27,15 +27,25 @@ KEYS: Final = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 @contextlib.contextmanager
 def whole_kernels() -> Iterator[None]:
     """In the body, these ops are captured as the kernels that eager runs."""
-    taken: list[tuple[Any, Any, Any]] = []
-    for name in OPS:
-        packet = getattr(torch.ops.aten, name)
-        for op in (getattr(packet, overload) for overload in packet.overloads()):
-            taken += [(op, key, op.py_kernels.pop(key)) for key in KEYS if key in op.py_kernels]
-            op._dispatch_cache.clear()
+    packets = [getattr(torch.ops.aten, name) for name in OPS]
+    with python_kernels([getattr(packet, overload) for packet in packets for overload in packet.overloads()]):
+        yield
+
+
+@contextlib.contextmanager
+def python_kernels(ops: Sequence[Any], kernel: Any = None) -> Iterator[None]:
+    """In the body, ops have this kernel in place of those that torch registered at the keys; None: no such kernel."""
+    before = [(op, {key: op.py_kernels[key] for key in KEYS if key in op.py_kernels}) for op in ops]
+    for op, kernels in before:
+        for key in kernels:
+            if kernel is None:
+                del op.py_kernels[key]
+            else:
+                op.py_kernels[key] = kernel
+        op._dispatch_cache.clear()
     try:
         yield
     finally:
-        for op, key, kernel in taken:
-            op.py_kernels[key] = kernel
+        for op, kernels in before:
+            op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
