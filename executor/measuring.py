@@ -99,9 +99,9 @@ def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
     from executor.training.module import apply_plan, planned_otherwise
     from executor.verifying import verify
-    from tracer.build.loop import run_step
-    from tracer.build.step import load_spec
     from tracer.precision.policy import scale_of
+    from tracer.step.loop import run_step
+    from tracer.step.step import load_spec
 
     rehearsed = provenance_of(job.device) == REHEARSED
     if rehearsed:  # what is timed runs, once

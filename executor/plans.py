@@ -21,7 +21,7 @@ from executor.measuring import (
     sharing_imports,
 )
 from executor.verification import Verification
-from tracer.build.step import check_device
+from tracer.step.step import check_device
 from traces.errors import OutOfMemoryProblem, SpecError, TraceError
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures
@@ -188,7 +188,7 @@ def verify(
     """
     from executor.verifying import verify as compare
     from tracer.api import in_hand, left_as_found
-    from tracer.build.step import load_spec
+    from tracer.step.step import load_spec
 
     if isinstance(plan, str | Path):
         plan = Plan.load(Path(plan))

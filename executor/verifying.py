@@ -18,9 +18,9 @@ import torch
 from executor.fitting.gradient_errors import Random, deterministic, relative_error
 from executor.training.module import apply_plan, capture_now
 from executor.verification import Verification
-from tracer.build.loop import TrainingStep, run_step
-from tracer.build.step import BuildStep
 from tracer.precision.policy import scaler_tensors
+from tracer.step.loop import TrainingStep, run_step
+from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
 from traces.records.plan import APPROXIMATE, EXACT, Plan
 

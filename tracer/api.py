@@ -12,8 +12,8 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
-from tracer.build.loop_options import LOOP_OPTIONS
-from tracer.build.step import BuildStep, check_device, load_spec
+from tracer.step.loop_options import LOOP_OPTIONS
+from tracer.step.step import BuildStep, check_device, load_spec
 from tracer.torch_api import no_garbage, one_at_a_time, require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
@@ -102,7 +102,7 @@ def trace(
         model: a module in the mode in which it trains, on whatever device (meta too); a name that `trace models`
             lists; or "path/to/file.py:function", whose function makes model, batch, loss and optimizer.
         batch: of a module, one example batch: (inputs, targets), a mapping of `forward`'s arguments, or a tensor; see
-            `tracer.build.batch`.
+            `tracer.step.batch`.
         loss: of a module, a function or module of its output and the targets; None: the model returns its loss.
         optimizer: of a module, its optimizer, or a class or function that makes one from parameters; or, as for a
             model by its name, "sgd", "adam", "adamw" or "none". None: of a module, the step ends with backward; of a
@@ -228,10 +228,10 @@ def in_hand(
     """What builds the step of a model in hand."""
     from torch import nn
 
-    from tracer.build.in_hand import InHand
-    from tracer.build.loop_options import parse_around
-    from tracer.build.optimizers import check_optimizer
     from tracer.capture.refusals import check_capturable
+    from tracer.step.in_hand import InHand
+    from tracer.step.loop_options import parse_around
+    from tracer.step.optimizers import check_optimizer
 
     if not isinstance(model, nn.Module):
         raise SpecError(

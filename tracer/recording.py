@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from tracer.build.joined import can_be_joined
-from tracer.build.loop import TrainingStep
-from tracer.build.step import BuildStep
 from tracer.costs.calibration import ELSEWHERE, MEASURED, NONE, RULES, Costs
 from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
 from tracer.costs.profiles import board_of, find, identity_here, identity_wanted
@@ -26,6 +23,9 @@ from tracer.record.program import Program
 from tracer.record.step import trace_step
 from tracer.record.stretches import may_have_head
 from tracer.record.untouched import count_untouched
+from tracer.step.joined import can_be_joined
+from tracer.step.loop import TrainingStep
+from tracer.step.step import BuildStep
 from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import EnvironmentProblem, LowtideError, SpecError, TraceError

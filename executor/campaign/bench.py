@@ -50,8 +50,8 @@ SHARED: Final = (
 def describe_device(*, device: str) -> dict[str, Any]:
     """The device of a campaign: its name, its memory, its entry in the device table ("": none), its environment."""
     from executor.measuring import environment
-    from tracer.build.step import check_device
     from tracer.costs.profiles import board_of, processor
+    from tracer.step.step import check_device
 
     check_device(device)
     name, target = processor(), "cpu"
@@ -72,8 +72,8 @@ def record_step(
     one fails, as it does where the device's memory does not suffice. User's device profiles are neither read nor
     written. Raises LowtideError as `trace` would; OutOfMemoryError of torch, from what runs.
     """
-    from tracer.build.step import load_spec
     from tracer.recording import ProfileUse, record_drafted, record_real
+    from tracer.step.step import load_spec
     from traces.devices import device as device_entry
 
     build = load_spec(step["model"], step["options"], seed=method["seed"])

@@ -135,8 +135,8 @@ def load_cases(path: Path) -> Campaign:
 
 def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -> Campaign:
     """The campaign of parsed TOML; `root`: what paths of models are relative to."""
-    from tracer.build.loop_options import AROUND_OPTIONS
-    from tracer.build.named.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
+    from tracer.step.loop_options import AROUND_OPTIONS
+    from tracer.step.named.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
 
     known = dict.fromkeys(("model", "budget", "planner", *IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *AROUND_OPTIONS))
     with _at(where):
@@ -207,8 +207,8 @@ def _expand(table: dict[str, Any], root: Path) -> list[Case]:
 
 def _step(options: dict[str, Any], root: Path) -> Step:
     """The step of a model with these options, what `trace` would refuse after a process had been started refused."""
-    from tracer.build.loop_options import parse_around
-    from tracer.build.named.models import find_model
+    from tracer.step.loop_options import parse_around
+    from tracer.step.named.models import find_model
 
     model = options.pop("model")
     if not isinstance(model, str):

@@ -202,7 +202,7 @@ def errors(
     """
     from executor.fitting.gradient_errors import ANY, LOSSY, gradient_errors, with_error
     from executor.matching import check_kind
-    from tracer.build.step import check_device, load_spec
+    from tracer.step.step import check_device, load_spec
     from traces.records.plan import Plan
     from traces.records.store import load
 

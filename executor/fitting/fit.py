@@ -21,8 +21,8 @@ from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, 
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
-from tracer.build.batch import split_batch, to_device
-from tracer.build.loop_options import JOIN_LOSS
+from tracer.step.batch import split_batch, to_device
+from tracer.step.loop_options import JOIN_LOSS
 from traces.errors import CaptureError, OptimizerError, SpecError
 
 GRAPH: Final = "graph"

@@ -16,10 +16,10 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import LEVERS
 from simulator.prediction.levers import ANY, parts
 from tracer.api import left_as_found
-from tracer.build.loop import run_step
-from tracer.build.loop_options import BEFORE, JOIN_LOSS
-from tracer.build.step import BuildStep
 from tracer.record.program import Program
+from tracer.step.loop import run_step
+from tracer.step.loop_options import BEFORE, JOIN_LOSS
+from tracer.step.step import BuildStep
 from traces.errors import BudgetError, SpecError
 from traces.records.gradient_errors import GradientErrors, Part
 from traces.records.plan import APPROXIMATE, Plan

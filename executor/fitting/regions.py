@@ -34,10 +34,10 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners.outcome import Infeasible
 from tracer.api import left_as_found
-from tracer.build.batch import SplitBatch, split_batch, to_device
 from tracer.capture.sizes import Layout
 from tracer.measure.probes import cpu_live, memory_profiler
 from tracer.precision.policy import Autocast, ambient
+from tracer.step.batch import SplitBatch, split_batch, to_device
 from tracer.torch_api import RecordFunctionFast, pytree
 from traces.errors import CaptureError, OptimizerError, SpecError
 from traces.records.plan import ALLOCATED, Plan

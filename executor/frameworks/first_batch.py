@@ -18,8 +18,8 @@ from executor.guards import bypass
 from executor.training.module import PlannedModule, apply_plan, apply_recorded, remove_plan
 from executor.training.planning import Say, Wanted, loss_of, on_stderr, plan_within, record
 from simulator.core.limits import DEFAULTS
-from tracer.build.batch import SplitBatch
-from tracer.build.context import is_fake
+from tracer.step.batch import SplitBatch
+from tracer.step.context import is_fake
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Plan
 
@@ -173,6 +173,6 @@ def bare_optimizer(optimizer: Any, model: nn.Module) -> Any:
 
 
 def loop_around(accumulate: int, clip_grad_norm: float | None) -> dict[str, Any]:
-    """The options of the loop (`tracer.build.loop_options`); frameworks say 0 or None where they do not clip."""
+    """The options of the loop (`tracer.step.loop_options`); frameworks say 0 or None where they do not clip."""
     found: dict[str, Any] = {"accumulate": accumulate} if accumulate > 1 else {}
     return found | ({"clip_grad_norm": float(clip_grad_norm)} if clip_grad_norm else {})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from executor.frameworks.first_batch import Awaiting, FirstBatchCallback, loop_around, stop_awaiting
-from tracer.build.loop_options import KEEP
+from tracer.step.loop_options import KEEP
 from traces.errors import EnvironmentProblem, PlanError, SpecError
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from executor.frameworks.first_batch import FirstBatchCallback, loop_around
 from executor.training.planning import loss_of
-from tracer.build.named.huggingface import import_transformers
+from tracer.step.named.huggingface import import_transformers
 
 import_transformers()  # says if it is missing, and makes it importable beside a CPU-only torch
 from transformers import TrainerCallback  # noqa: E402

@@ -66,9 +66,9 @@ def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> 
 
     begin: called before the first iteration; end: after each.
     """
-    from tracer.build.loop import run_step
-    from tracer.build.optimizers import optimizer_tensors
-    from tracer.build.step import load_spec
+    from tracer.step.loop import run_step
+    from tracer.step.optimizers import optimizer_tensors
+    from tracer.step.step import load_spec
 
     step = load_spec(task.model, dict(task.options), seed=task.seed)("cuda")
     model: Any = step.model

@@ -50,7 +50,7 @@ def rehearse(
     Args:
         model: a name that `trace` knows, "file.py:function", or a script with a training loop of its own.
         gpu: of the device table, as "h100".
-        options: of the step (batch_size, optimizer ...), as `tracer.build.step.load_spec` takes them.
+        options: of the step (batch_size, optimizer ...), as `tracer.step.step.load_spec` takes them.
         arguments: of a script.
         script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
         plan: apply this plan to the model.

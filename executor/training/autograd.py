@@ -11,9 +11,9 @@ import torch
 
 from executor.training.engine import Engine
 from executor.training.hand_over import Pool
-from tracer.build.loop import fit_tangent
-from tracer.build.release import check_alone, hands_over
 from tracer.precision.policy import without_autocast
+from tracer.step.loop import fit_tangent
+from tracer.step.release import check_alone, hands_over
 from tracer.torch_api import make_wrapper_subclass, preserved_versions
 from traces.errors import PlanError
 

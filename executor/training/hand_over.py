@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from executor.rewrite import HANDED
-from tracer.build.release import hand, hands_over
+from tracer.step.release import hand, hands_over
 from tracer.torch_api import execution_engine
 
 Backward = Callable[[list[Any]], Any]

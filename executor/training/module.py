@@ -36,14 +36,14 @@ from executor.training.engine import Engine, device_kind, engine_of
 from executor.training.engines import Engines, engine_for
 from executor.training.planning import Recorded, Wanted, on_stderr, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, SYMBOLIC, CaptureNote, Receipt
-from tracer.build.batch import split_batch
-from tracer.build.context import is_fake
-from tracer.build.joined import WithLoss
-from tracer.build.loop import scalar
-from tracer.build.loop_options import JOIN_LOSS
 from tracer.capture.refusals import check_capturable
 from tracer.precision.policy import Autocast, ambient
 from tracer.record.program import Program
+from tracer.step.batch import split_batch
+from tracer.step.context import is_fake
+from tracer.step.joined import WithLoss
+from tracer.step.loop import scalar
+from tracer.step.loop_options import JOIN_LOSS
 from tracer.torch_api import disable_dynamo, pytree
 from traces.errors import CaptureError, LowtideError, PlanError, SpecError
 from traces.records.plan import Plan

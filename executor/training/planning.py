@@ -22,15 +22,15 @@ from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
-from tracer.build.batch import SplitBatch, loss_in_outputs, split_batch, to_device
-from tracer.build.joined import WithLoss
-from tracer.build.loop_options import JOIN_LOSS
-from tracer.build.step import BuildStep
 from tracer.capture.state import own_hooks_off
 from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.recording import ProfileUse, joined_with, record_drafted, record_joined
+from tracer.step.batch import SplitBatch, loss_in_outputs, split_batch, to_device
+from tracer.step.joined import WithLoss
+from tracer.step.loop_options import JOIN_LOSS
+from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
 from traces.devices import device as device_entry
 from traces.errors import SpecError
@@ -62,7 +62,7 @@ class Wanted:
     max_gradient_error: float | None = None
     planner: str | None = None
     seconds: float = DEFAULTS.seconds
-    loop: Mapping[str, Any] = field(default_factory=dict)  # `tracer.build.loop_options`, such as accumulate
+    loop: Mapping[str, Any] = field(default_factory=dict)  # `tracer.step.loop_options`, such as accumulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

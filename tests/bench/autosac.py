@@ -49,8 +49,8 @@ def graph() -> tuple[Any, dict[str, float]]:
     from torch.distributed._tools.runtime_estimator import RuntimeEstimator
     from torch.distributed._tools.sac_estimator import SACEstimator
 
-    from tracer.build.step import load_spec
     from tracer.record.step import fake_mode
+    from tracer.step.step import load_spec
 
     mode = "operator-level-cost-model"
     seconds: dict[str, float] = {}

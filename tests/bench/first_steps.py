@@ -25,7 +25,7 @@ import click
 def main(model: str, batch_size: int, lengths: str, budget: str, told: bool, as_json: bool) -> None:
     """Fit MODEL, a name of transformers', and train it at each length twice."""
     from executor import fit
-    from tracer.build.step import load_spec
+    from tracer.step.step import load_spec
 
     first, *_ = sizes = [int(n) for n in lengths.split(",")]
     steps = {n: load_spec(model, {"batch_size": batch_size, "seq_len": n})("cpu") for n in {*sizes}}

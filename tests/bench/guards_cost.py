@@ -19,7 +19,7 @@ import click
 def main(model: str, rounds: int, as_json: bool) -> None:
     """Time the guards of MODEL, by its name in `trace`; its weights are never made."""
     from executor.guards.state import Watch
-    from tracer.build.step import load_spec
+    from tracer.step.step import load_spec
     from tracer.torch_api import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):

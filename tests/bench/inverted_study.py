@@ -38,8 +38,8 @@ from simulator.core.rewrites import LEVERS, exactness_of, rewritten_problem
 from simulator.core.rewrites.activations import activation_of
 from simulator.planners.outcome import percent
 from tracer import trace
-from tracer.build.loop import TrainingStep
-from tracer.build.step import load_spec
+from tracer.step.loop import TrainingStep
+from tracer.step.step import load_spec
 from traces.records.plan import Action, Plan, Rewrite, label_actions
 from traces.records.trace import Trace
 

@@ -153,9 +153,9 @@ def live_at_turn(plan_path: str) -> dict[str, int]:
     from torch.profiler import record_function
 
     from executor.training.module import apply_plan
-    from tracer.build.loop import BACKWARD, run_step
-    from tracer.build.step import load_spec
     from tracer.measure.probes import cpu_live, memory_profiler
+    from tracer.step.loop import BACKWARD, run_step
+    from tracer.step.step import load_spec
 
     def mark(phase: str) -> None:
         if phase == BACKWARD:

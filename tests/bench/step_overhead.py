@@ -23,9 +23,9 @@ import click
 def main(model: str, rounds: int, as_json: bool, **options: Any) -> None:
     """Time MODEL's step both ways, in turns, and print the medians and their ratio."""
     from executor.training.module import apply_plan
-    from tracer.build.loop import run_step
-    from tracer.build.step import load_spec
     from tracer.record.step import trace_step
+    from tracer.step.loop import run_step
+    from tracer.step.step import load_spec
     from traces.devices import device
     from traces.records.plan import Plan
 

@@ -64,7 +64,7 @@ def test_no_module_of_traces_or_simulator_imports_torch() -> None:
 
 
 def test_listing_the_models_needs_no_torch() -> None:
-    code = "from tracer.build.named.models import list_models; assert any(m.name == 'resnet152' for m in list_models())"
+    code = "from tracer.step.named.models import list_models; assert any(m.name == 'resnet152' for m in list_models())"
     assert not loaded_by(code) & HEAVY
 
 
@@ -76,7 +76,7 @@ def test_a_missing_torch_is_explained() -> None:
     # None in sys.modules makes `import torch` fail as if it were not installed.
     code = (
         "import sys\nsys.modules['torch'] = None\n"
-        "from traces.errors import EnvironmentProblem\nfrom tracer.build.step import load_spec\n"
+        "from traces.errors import EnvironmentProblem\nfrom tracer.step.step import load_spec\n"
         "try:\n    load_spec('resnet18')\n"
         "except EnvironmentProblem as error:\n    assert 'pip install' in str(error), error\n"
         "else:\n    raise AssertionError('no error')\n"

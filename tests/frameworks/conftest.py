@@ -5,6 +5,6 @@ from __future__ import annotations
 import importlib.util
 
 if all(importlib.util.find_spec(name) is not None for name in ("torch", "torchvision")):
-    from tracer.build.named.vision import import_torchvision
+    from tracer.step.named.vision import import_torchvision
 
     import_torchvision()

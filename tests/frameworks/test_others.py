@@ -273,7 +273,7 @@ def test_timm_s_own_loop(name: str) -> None:
 def test_a_plan_s_step_in_a_file_is_the_same_model_by_name() -> None:
     pytest.importorskip("timm")
     from tests.torch.steps import plan_of, recorded
-    from tracer.build.step import load_spec
+    from tracer.step.step import load_spec
 
     trace = recorded(load_spec("timm:test_vit", {"batch_size": 2})).trace
     step = load_spec("timm:test_vit", {"batch_size": 2})()

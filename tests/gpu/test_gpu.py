@@ -18,9 +18,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.costs.profiles import board_of  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.provenance import MEASURED_CUDA, REHEARSED, rehearsing  # noqa: E402
 

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.bench import published, rehearsed  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.recording import ProfileUse, record_fake  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 
 HERE = Path(__file__).parent

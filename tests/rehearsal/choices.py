@@ -20,7 +20,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rehearsal.op_families import FLOATS, GPU, draw_attention, tensors
-from tracer.build.optimizers import choose_as_on_cuda
 from tracer.capture.cuda.attention import BACKENDS, Call, View, choose
 from tracer.capture.cuda.gpu import gpu_kernels
 from tracer.capture.passes.batch_norm import takes_cudnn
@@ -28,6 +27,7 @@ from tracer.costs.rules_cuda.workspaces import half_depthwise
 from tracer.costs.signature import TensorSpec
 from tracer.precision.policy import Autocast
 from tracer.record.step import fake_mode
+from tracer.step.optimizers import choose_as_on_cuda
 from tracer.torch_api import release
 from traces.devices import device
 from traces.errors import CaptureError

@@ -12,12 +12,12 @@ from torch import nn
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
-from tracer.build.batch import split_batch
-from tracer.build.loop import TrainingStep
-from tracer.build.step import BuildStep, load_spec
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
+from tracer.step.batch import split_batch
+from tracer.step.loop import TrainingStep
+from tracer.step.step import BuildStep, load_spec
 from traces.devices import device
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action, Plan, label_actions

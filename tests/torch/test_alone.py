@@ -14,7 +14,6 @@ from torch.nn import functional  # noqa: E402
 
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
-from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.costs.calibration import MEASURED, Costs  # noqa: E402
 from tracer.costs.profiles import identity_here  # noqa: E402
 from tracer.costs.signature import of_call  # noqa: E402
@@ -22,6 +21,7 @@ from tracer.measure import isolated  # noqa: E402
 from tracer.measure.isolated import Wanted, _index_limit, calibrate, missing, resolve  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.record.draft import Draft  # noqa: E402
+from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.records.device_profile import DeviceProfile  # noqa: E402
 from traces.records.trace import VIEW  # noqa: E402
 

@@ -26,9 +26,9 @@ from executor.verifying import _difference, _train, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.capture.passes import dropout as dropout_module  # noqa: E402
 from tracer.record import program as program_module  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
 

@@ -14,10 +14,10 @@ from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from tests.torch.steps import build_of  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.precision import autocast_lists as lists  # noqa: E402
 from tracer.precision.policy import Autocast  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from tracer.torch_api import release, storage_expired  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from tracer.build.batch import split_batch, to_device  # noqa: E402
+from tracer.step.batch import split_batch, to_device  # noqa: E402
 from traces.errors import SpecError  # noqa: E402
 
 A, B, T = torch.zeros(1), torch.zeros(2), torch.zeros(3)

@@ -23,7 +23,7 @@ from executor.training.module import engines_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.small_nets import Residual, spec  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
 

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 import tracer.costs.calibration as calibration  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.costs.calibration import MEASURED, NONE, RULES, Costs  # noqa: E402
 from tracer.costs.rows import OpRow  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.records.device_profile import DeviceProfile, Entry, Identity  # noqa: E402
 from traces.records.trace import FORWARD, VIEW  # noqa: E402

@@ -16,13 +16,13 @@ from torch.nn import functional  # noqa: E402
 
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, program, recorded, step_of  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
-from tracer.build.user_errors import blame  # noqa: E402
 from tracer.capture.capture import capture  # noqa: E402
 from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
 from tracer.record.eager import Scalars  # noqa: E402
 from tracer.record.program import Program, is_random  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
+from tracer.step.user_errors import blame  # noqa: E402
 from tracer.torch_api import FakeTensor, from_functional  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
 from traces.records.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402

@@ -14,7 +14,7 @@ from executor.codecs import payloads
 from executor.codecs.fewbit import intervals
 from executor.codecs.payloads import pack, seed, unpack
 from simulator.core.formats import CHUNK, FORMATS, GROUP, Format, narrow
-from tracer.build.named.vision import import_torchvision
+from tracer.step.named.vision import import_torchvision
 from traces.errors import PlanError
 
 LOSSY = tuple(name for name, rule in FORMATS.items() if rule.scales)

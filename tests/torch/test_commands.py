@@ -27,8 +27,8 @@ from simulator import api as simulate_api  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import EnvironmentProblem, OutOfMemoryProblem, PlanError  # noqa: E402
 from traces.records import store  # noqa: E402
 from traces.records.measurement import RunFigures  # noqa: E402

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.costs.roofline import op_bytes, op_flops  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 
 
 def test_the_defaults_of_tf32_are_torchs() -> None:

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.torch.steps import build_of  # noqa: E402
-from tracer.build.cuda_words import cuda_words  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
+from tracer.step.cuda_words import cuda_words  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import CaptureError  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402

@@ -23,9 +23,9 @@ from executor.exports import exports  # noqa: E402
 from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from simulator import api as simulator  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.build.loop import run_step  # noqa: E402
-from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.step.loop import run_step  # noqa: E402
+from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.records.plan import Plan, Rewrite  # noqa: E402
 

@@ -17,7 +17,7 @@ from executor.verifying import KINDS, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, random_actions, recompute_all, trace_of  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.records.plan import Action  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 

@@ -18,8 +18,8 @@ from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.records.plan import Action, Plan  # noqa: E402
 
 aten = torch.ops.aten

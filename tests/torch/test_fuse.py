@@ -18,7 +18,7 @@ from simulator.core.rewrites import exactness_of, rewritten_problem  # noqa: E40
 from simulator.core.rewrites.fuse import chains, offer  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 

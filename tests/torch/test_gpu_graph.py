@@ -24,7 +24,6 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
 from tracer import trace  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.capture.cuda.attention import CUDNN_DROPOUT_STEPS  # noqa: E402
 from tracer.capture.cuda.gpu import gpu_kernels  # noqa: E402
 from tracer.capture.passes.batch_norm import takes_cudnn  # noqa: E402
@@ -40,6 +39,7 @@ from tracer.costs.rules_cuda.workspaces import rule_events  # noqa: E402
 from tracer.costs.signature import of_call  # noqa: E402
 from tracer.record.program import Program, program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from tracer.torch_api import release  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import PlanError  # noqa: E402

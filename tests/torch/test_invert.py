@@ -22,8 +22,8 @@ from simulator.prediction.levers import ops_take_ns  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.records.plan import Plan, Rewrite  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 

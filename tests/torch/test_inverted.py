@@ -33,7 +33,7 @@ from executor.inverted.fits import FITS, X_MIN, two_bits  # noqa: E402
 from executor.inverted.formulas import DIGITS, FORWARD, gradient, pack, quick_gelu, slope  # noqa: E402
 from tests.bench.inverted_fit import FUNCTIONS, left_points, right_points  # noqa: E402
 from tests.torch.test_codecs import allocations  # noqa: E402
-from tracer.build.named.vision import import_torchvision  # noqa: E402
+from tracer.step.named.vision import import_torchvision  # noqa: E402
 
 # What torch.compile imports says of torch itself.
 pytestmark = [

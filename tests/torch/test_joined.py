@@ -38,10 +38,10 @@ from tests.torch.test_tile import (  # noqa: E402
     with_noisy,
 )
 from tracer import trace  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.record.draft import Draft  # noqa: E402
 from tracer.recording import ProfileUse, joined_with, record_real  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device as device_entry  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.records.gradient_errors import GradientErrors  # noqa: E402

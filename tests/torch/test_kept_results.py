@@ -18,9 +18,9 @@ from executor.measuring import peaks_of  # noqa: E402
 from executor.training.module import apply_plan  # noqa: E402
 from simulator import simulate  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
-from tracer.build.loop import run_step  # noqa: E402
 from tracer.costs.roofline import result_bytes  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.step.loop import run_step  # noqa: E402
 
 aten = torch.ops.aten
 CALLS: list[tuple[Any, tuple[Any, ...]]] = [

@@ -22,11 +22,11 @@ from simulator.api import simulate  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import plan_of, recompute_all, step_of  # noqa: E402
 from tracer import trace  # noqa: E402
-from tracer.build.loop import run_step  # noqa: E402
-from tracer.build.loop_options import parse_around  # noqa: E402
-from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
+from tracer.step.loop import run_step  # noqa: E402
+from tracer.step.loop_options import parse_around  # noqa: E402
+from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import LowtideError, SpecError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402

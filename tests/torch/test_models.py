@@ -20,12 +20,12 @@ from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
 from tests.torch import small_nets  # noqa: E402
-from tracer.build.loop import TrainingStep, run_step  # noqa: E402
-from tracer.build.named.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
-from tracer.build.named.vision import classification_loss, import_torchvision  # noqa: E402
-from tracer.build.optimizers import check_fused_on_cuda, choose_as_on_cuda  # noqa: E402
-from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
+from tracer.step.loop import TrainingStep, run_step  # noqa: E402
+from tracer.step.named.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
+from tracer.step.named.vision import classification_loss, import_torchvision  # noqa: E402
+from tracer.step.optimizers import check_fused_on_cuda, choose_as_on_cuda  # noqa: E402
+from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError  # noqa: E402
 

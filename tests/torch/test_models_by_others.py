@@ -20,7 +20,7 @@ from executor.verifying import verify  # noqa: E402
 from simulator import api as simulator  # noqa: E402
 from tests.bench import architectures  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import BudgetError  # noqa: E402
 
 BUDGETS = ("85%", "95%")  # the second where the first is below the floor

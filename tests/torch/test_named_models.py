@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
-from tracer.build.loop import TrainingStep, run_step  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
+from tracer.step.loop import TrainingStep, run_step  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import SpecError  # noqa: E402
 from traces.model_spec import short_name, split_reference  # noqa: E402
 

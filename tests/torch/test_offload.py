@@ -20,8 +20,8 @@ from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import program, recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.records.plan import EXACT, Plan, Rewrite  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 

@@ -14,8 +14,8 @@ from torch import nn  # noqa: E402
 from executor.training.module import apply_plan  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recorded  # noqa: E402
-from tracer.build.step import BuildStep  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.step.step import BuildStep  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 
 Outputs = tuple[torch.Tensor, ...]

@@ -29,8 +29,8 @@ from tests.bench.saved_bytes import handed_bytes  # noqa: E402
 from tests.torch import small_nets, steps  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
 from traces.records.plan import Plan, Rewrite, label_actions  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402

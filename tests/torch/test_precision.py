@@ -21,13 +21,13 @@ from executor.verifying import KINDS, SCALER, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
-from tracer.build.loop import run_step  # noqa: E402
-from tracer.build.step import BuildStep, load_spec, under_policy  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.precision import policy as precision  # noqa: E402
 from tracer.precision.policy import Autocast, ambient, parse_policy  # noqa: E402
 from tracer.record.program import program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
+from tracer.step.loop import run_step  # noqa: E402
+from tracer.step.step import BuildStep, load_spec, under_policy  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import PlanError, SpecError, TraceError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402

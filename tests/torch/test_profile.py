@@ -18,11 +18,11 @@ from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.probes import Probe, Silent, Timer, settle  # noqa: E402
 from tracer.measure.runner import GraphRunner  # noqa: E402
 from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
 from tracer.measure.stepcode import step_code, takeovers  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 from traces.records.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
 from traces.records.validate import validate  # noqa: E402

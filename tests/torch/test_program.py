@@ -15,8 +15,8 @@ from torch.nn import functional  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, program, recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.program import Program, inplace_twin  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.records.trace import FORWARD, VIEW, Trace  # noqa: E402
 
 aten = torch.ops.aten

@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of  # noqa: E402
-from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.costs.profiles import (  # noqa: E402
     board_of,
     find,
@@ -21,6 +20,7 @@ from tracer.costs.profiles import (  # noqa: E402
 )
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
+from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem, TraceError  # noqa: E402
 from traces.records import device_profile as store  # noqa: E402

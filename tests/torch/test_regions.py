@@ -21,9 +21,9 @@ from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from executor.training.module import planned_in  # noqa: E402
 from executor.training.planning import Wanted  # noqa: E402
 from simulator.planners.outcome import Infeasible  # noqa: E402
-from tracer.build.batch import split_batch  # noqa: E402
-from tracer.build.named.vision import import_torchvision  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.step.batch import split_batch  # noqa: E402
+from tracer.step.named.vision import import_torchvision  # noqa: E402
 from tracer.torch_api import pytree  # noqa: E402
 from traces.errors import CaptureError, PlanError, SpecError  # noqa: E402
 

@@ -32,12 +32,12 @@ from simulator.core.schedule import build as schedule_of  # noqa: E402
 from tests.torch.steps import plan_of, random_actions, recompute_all  # noqa: E402
 from tests.torch.test_loops import CPU, ITERATIONS, looped, measured_peaks, recorded, wide  # noqa: E402
 from tracer import trace  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.record.program import program_of  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
 from tracer.recording import ProfileUse, record_real  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import LowtideError, PlanError, SpecError, TraceError  # noqa: E402
 from traces.records.plan import RECOMPUTE, SAVE, Action  # noqa: E402
 from traces.records.trace import BACKWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace  # noqa: E402

@@ -18,8 +18,8 @@ from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import Schedule, build  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.program import Program, inplace_twin  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.records.plan import SAVE, Action  # noqa: E402
 

@@ -28,11 +28,11 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, recompute_all  # noqa: E402
 from tests.torch.test_sizes import transformers  # noqa: E402
 from tracer.api import trace, trace_shapes  # noqa: E402
-from tracer.build.loop import run_step  # noqa: E402
-from tracer.build.loop_options import JOIN_LOSS  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.step.loop import run_step  # noqa: E402
+from tracer.step.loop_options import JOIN_LOSS  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 from traces.shapes import Shapes, Sizes  # noqa: E402

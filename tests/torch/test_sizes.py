@@ -25,12 +25,12 @@ from executor.training.receipt import EXACT, RESIZED, SAVED, SYMBOLIC  # noqa: E
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.build.named.vision import import_torchvision  # noqa: E402
 from tracer.capture.capture import capture, only_these  # noqa: E402
 from tracer.capture.sizes import Layout, symbolic, with_numbers  # noqa: E402
 from tracer.capture.torch_fixes.symbols import quick_arithmetic  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.record.one_graph import check_same  # noqa: E402
+from tracer.step.named.vision import import_torchvision  # noqa: E402
 from tracer.torch_api import SymNode  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
 

@@ -25,8 +25,8 @@ from simulator.core.rewrites import LEVERS, rewritten_problem  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer import trace  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.records.plan import FP, Plan, Rewrite  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402

@@ -18,9 +18,9 @@ from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.torch_budget import plans  # noqa: E402
 from tests.bench.baselines import torch_budget as command  # noqa: E402
 from tests.core.test_torch_budget import links, sets_of  # noqa: E402
-from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.record.torch_budget import Setting, saved_set  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem  # noqa: E402
 from traces.records.saved_sets import SavedSets  # noqa: E402

@@ -24,8 +24,6 @@ from simulator.core.problem import Problem  # noqa: E402
 from simulator.prediction.step import untouched_fit  # noqa: E402
 from tests.published.models import naive_attention  # noqa: E402
 from tests.torch.steps import build_of  # noqa: E402
-from tracer.build.loop import run_step  # noqa: E402
-from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.costs.calibration import Costs  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.record import untouched  # noqa: E402
@@ -36,6 +34,8 @@ from tracer.recording import (  # noqa: E402
     record_fake,
     record_real,
 )
+from tracer.step.loop import run_step  # noqa: E402
+from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.devices import Device, device  # noqa: E402
 from traces.records.trace import BACKWARD, FIRST, FORWARD, LATER, Trace, Untouched  # noqa: E402
 

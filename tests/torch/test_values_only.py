@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracer.build.context import initialisers_without_values  # noqa: E402
 from tracer.record import eager  # noqa: E402
 from tracer.record.eager import WRITTEN_ALIKE, EagerRecorder, _only_values_change  # noqa: E402
+from tracer.step.context import initialisers_without_values  # noqa: E402
 from tracer.torch_api import FakeTensorMode  # noqa: E402
 
 OTHERS = {"addcdiv_": 2, "addcmul_": 2, "lerp_": 1}  # tensors beside the first; of all else one

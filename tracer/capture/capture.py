@@ -27,7 +27,6 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-from tracer.build.user_errors import explain, is_data_dependent, without_torch_log
 from tracer.capture.cuda.gpu import gpu_kernels
 from tracer.capture.looks import looking, refuse_values, settle
 from tracer.capture.passes.batch_norm import put_cudnn
@@ -61,6 +60,7 @@ from tracer.capture.torch_fixes.quick_graphs import quick_graphs
 from tracer.capture.torch_fixes.symbols import quick_arithmetic
 from tracer.precision.cast_cache import cached_casts
 from tracer.precision.policy import OFF, Autocast, without_autocast
+from tracer.step.user_errors import explain, is_data_dependent, without_torch_log
 from tracer.torch_api import (
     FakeTensorMode,
     OpOverload,

@@ -23,7 +23,7 @@ import torch
 from torch import distributions, nn
 from torch.overrides import TorchFunctionMode
 
-from tracer.build.user_errors import is_data_dependent, is_foreign
+from tracer.step.user_errors import is_data_dependent, is_foreign
 from tracer.torch_api import EffectType, TorchDispatchMode, pytree, register_effectful_op
 from traces.errors import CaptureError, PlanError
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.loop import TrainingStep
-from tracer.build.release import needs_closure
+from tracer.step.loop import TrainingStep
+from tracer.step.release import needs_closure
 from tracer.torch_api import top_saved_tensors_default_hooks
 from traces.errors import CaptureError, OptimizerError
 

@@ -30,8 +30,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from tracer.build.joined import WithLoss, around
-from tracer.build.user_errors import user_line
+from tracer.step.joined import WithLoss, around
+from tracer.step.user_errors import user_line
 from tracer.torch_api import pytree, replaced
 from traces.errors import CaptureError
 

@@ -171,7 +171,7 @@ def show(directory: str, top: int, out: Output) -> None:
 @json_option
 def models(out: Output) -> None:
     """List the models that are known by name."""
-    from tracer.build.named.models import list_models
+    from tracer.step.named.models import list_models
 
     names = [m.name for m in list_models()]
     out.show(lambda: {"models": names}, lambda: "\n".join(names))

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from tracer.build.loop import TrainingStep, fit_tangent, run_step
-from tracer.build.user_errors import explained
 from tracer.measure.probes import Probe, Silent, Timer
 from tracer.measure.stepcode import Code, step_code
 from tracer.precision.policy import without_autocast
 from tracer.record.eager import IN_PLACE, in_place, is_op
 from tracer.record.program import Program
+from tracer.step.loop import TrainingStep, fit_tangent, run_step
+from tracer.step.user_errors import explained
 from tracer.torch_api import TorchDispatchMode, disable_current_modes, pytree
 
 PATIENCE = 40  # rounds in which a gradient scaler may lower its scale until a step is taken

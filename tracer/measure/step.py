@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from tracer.build.step import BuildStep
 from tracer.costs.calibration import MEASURED, REHEARSED, Cost
 from tracer.costs.profiles import profile_of
 from tracer.measure.probes import CudaTimer, Probe, Silent, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.measure.runner import GraphRunner
 from tracer.measure.stepcode import takeovers
 from tracer.record.draft import Draft
+from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.provenance import alloc_conf, rehearsing
 from traces.records.device_profile import DeviceProfile, Identity, LibraryWorkspace

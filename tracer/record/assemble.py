@@ -15,11 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.cuda_words import cuda_words
-from tracer.build.loop import TrainingStep, fit_tangent, run_step
-from tracer.build.optimizers import optimizer_tensors, stays_on_cpu
-from tracer.build.release import check_alone, hand, hands_over
-from tracer.build.user_errors import explained
 from tracer.capture.looks import Checks
 from tracer.costs.calibration import Costs
 from tracer.costs.libraries import library_storages, rerun_workspaces
@@ -30,6 +25,11 @@ from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from tracer.record.rows import overwritten, storage_key, tensors_in
 from tracer.record.stretches import stretches
+from tracer.step.cuda_words import cuda_words
+from tracer.step.loop import TrainingStep, fit_tangent, run_step
+from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
+from tracer.step.release import check_alone, hand, hands_over
+from tracer.step.user_errors import explained
 from tracer.torch_api import FakeTensorMode, TorchDispatchMode, execution_engine, pytree, release
 from traces.devices import Device
 from traces.errors import CaptureError

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tracer.build.loop import TrainingStep
 from tracer.costs.calibration import Cost, Costs
 from tracer.costs.libraries import workspace_rows
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes, tables_of
+from tracer.step.loop import TrainingStep
 from tracer.torch_api import FakeTensorMode
 from traces.devices import Device
 from traces.records.device_profile import LibraryWorkspace

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tracer.build.context import is_fake
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.record.rows import op_row, overwritten, storage_key, storage_row, tensors_in
+from tracer.step.context import is_fake
 from tracer.torch_api import (
     FakeTensor,
     TorchDispatchMode,

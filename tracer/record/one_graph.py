@@ -9,15 +9,15 @@ from typing import Any, Final
 
 import torch
 
-from tracer.build.cuda_words import cuda_words
-from tracer.build.loop import TrainingStep
-from tracer.build.step import BuildStep
 from tracer.capture.capture import Captured, capture, only_these
 from tracer.capture.sizes import Layout, Sizes, symbolic, with_numbers, without_numbers
 from tracer.costs.rows import OpRow
 from tracer.record.program import Program, program_of
 from tracer.record.rows import shared_groups, storage_key
 from tracer.record.step import fake_mode
+from tracer.step.cuda_words import cuda_words
+from tracer.step.loop import TrainingStep
+from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
 from traces.devices import Device
 from traces.errors import CaptureError

@@ -27,12 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.batch import hidden_tensors, loss_in_outputs
-from tracer.build.context import copies_of_constants
-from tracer.build.cuda_words import cuda_words
-from tracer.build.loop import Enough, TrainingStep, run_step
-from tracer.build.loop_options import ORDINARY
-from tracer.build.step import BuildStep, load_spec
 from tracer.capture.capture import Captured, capture, forward_once
 from tracer.capture.cuda.recurrent import flatten
 from tracer.capture.refusals import check_step
@@ -43,6 +37,12 @@ from tracer.record.assemble import assemble
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
+from tracer.step.batch import hidden_tensors, loss_in_outputs
+from tracer.step.context import copies_of_constants
+from tracer.step.cuda_words import cuda_words
+from tracer.step.loop import Enough, TrainingStep, run_step
+from tracer.step.loop_options import ORDINARY
+from tracer.step.step import BuildStep, load_spec
 from tracer.torch_api import FakeTensorMode, pytree, replaced
 from traces.devices import Device
 from traces.devices import device as device_entry

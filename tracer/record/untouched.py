@@ -18,9 +18,6 @@ from typing import Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tracer.build.cuda_words import cuda_words
-from tracer.build.loop import TrainingStep, forget_gradients, run_step
-from tracer.build.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.capture.capture import forward_once
 from tracer.capture.cuda.gpu import gpu_kernels, results
 from tracer.costs.calibration import Costs
@@ -33,6 +30,9 @@ from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder, caller, given_to
 from tracer.record.rows import storage_key, tensors_in
 from tracer.record.step import fake_mode
+from tracer.step.cuda_words import cuda_words
+from tracer.step.loop import TrainingStep, forget_gradients, run_step
+from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.torch_api import replaced, storage_expired
 from traces.devices import Device
 from traces.errors import LowtideError

@@ -134,7 +134,7 @@ def _asked(*args: Any, **kwargs: Any) -> Any:
     """What a function of torch.cuda does in the meantime: its code, with its name in place of the ?."""
     import sys
 
-    return sys.modules["tracer.build.cuda_words"].ANSWERS["?"](*args, **kwargs)
+    return sys.modules["tracer.step.cuda_words"].ANSWERS["?"](*args, **kwargs)
 
 
 @contextlib.contextmanager

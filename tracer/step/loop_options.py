@@ -39,7 +39,7 @@ class Loop:
 
 ORDINARY: Final = Loop()
 LOOP_OPTIONS: Final = tuple(f.name for f in fields(Loop))
-JOIN_LOSS: Final = "join_loss"  # model and loss function are one module (`tracer.build.joined`)
+JOIN_LOSS: Final = "join_loss"  # model and loss function are one module (`tracer.step.joined`)
 AROUND_OPTIONS: Final = (
     *POLICY_OPTIONS,
     *LOOP_OPTIONS,

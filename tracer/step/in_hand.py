@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.context import detect_fake_mode, outside_fake_mode
-from tracer.build.loop import TrainingStep
-from tracer.build.optimizers import NO_OPTIMIZER, make_optimizer
-from tracer.build.release import hands_over
-from tracer.build.user_step import UserStep
+from tracer.step.context import detect_fake_mode, outside_fake_mode
+from tracer.step.loop import TrainingStep
+from tracer.step.optimizers import NO_OPTIMIZER, make_optimizer
+from tracer.step.release import hands_over
+from tracer.step.user_step import UserStep
 from tracer.torch_api import is_traceable_wrapper_subclass, pytree, replaced
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND

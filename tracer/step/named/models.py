@@ -16,7 +16,7 @@ from traces.errors import SpecError
 from traces.model_spec import HF, TIMM
 
 if TYPE_CHECKING:
-    from tracer.build.loop import TrainingStep
+    from tracer.step.loop import TrainingStep
 
 TORCHVISION: Final = "torchvision"
 # Classification models of torchvision 0.26 to 0.28; any other that the installed one has works too.
@@ -152,7 +152,7 @@ class KnownModel:
         if self.family == HF:  # the file says the rest
             return {"batch_size": 8, "optimizer": "adamw", "dtype": "float32"}
         if self.family == TIMM:
-            from tracer.build.named.timm_models import image_size_of
+            from tracer.step.named.timm_models import image_size_of
 
             sizes = {"batch_size": 32, "image_size": image_size_of(self.name)}
         elif "seq_len" in self.takes:
@@ -169,7 +169,7 @@ class KnownModel:
         """All options of a step, with the defaults of those that are not given. Raises SpecError: an option that the
         model does not take, or a value that is out of range.
         """
-        from tracer.build.optimizers import check_optimizer
+        from tracer.step.optimizers import check_optimizer
 
         self.check(given)
         options = {**self.defaults, **given}
@@ -194,18 +194,18 @@ class KnownModel:
     def step(self, options: dict[str, Any], device: str) -> TrainingStep:
         """The training step with these options, on that device."""
         if self.family == TORCHVISION:
-            from tracer.build.named.vision import image_step
+            from tracer.step.named.vision import image_step
 
             return image_step(self.name, options, device)
         if self.family == TIMM:
-            from tracer.build.named.timm_models import timm_step
+            from tracer.step.named.timm_models import timm_step
 
             return timm_step(self.name, options, device)
         if self.family == HF:
-            from tracer.build.named.huggingface import config_step, read_config
+            from tracer.step.named.huggingface import config_step, read_config
 
             return config_step(self.name, read_config(self.name), options.get("task"), options, device)
-        from tracer.build.named.huggingface import family_step
+        from tracer.step.named.huggingface import family_step
 
         sizes, named = TRANSFORMERS[self.family]
         config = dict(zip(sizes.split(), named[self.name], strict=True))
@@ -224,7 +224,7 @@ def find_model(name: str) -> KnownModel:
     names the closest ones.
     """
     if name.startswith(HF):
-        from tracer.build.named.huggingface import read_config
+        from tracer.step.named.huggingface import read_config
 
         read_config(name)
         return KnownModel(name=name, family=HF)
@@ -258,7 +258,7 @@ def _torchvision_names() -> list[str]:
     from traces.errors import EnvironmentProblem
 
     try:
-        from tracer.build.named.vision import import_torchvision
+        from tracer.step.named.vision import import_torchvision
 
         import_torchvision()
     except (EnvironmentProblem, ImportError):

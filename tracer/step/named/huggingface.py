@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from tracer.build.batch import loss_in_outputs
-from tracer.build.context import made_on, made_with_values, outside_fake_mode
-from tracer.build.loop import TrainingStep
-from tracer.build.named.vision import import_torchvision, set_dropout
-from tracer.build.optimizers import make_optimizer
+from tracer.step.batch import loss_in_outputs
+from tracer.step.context import made_on, made_with_values, outside_fake_mode
+from tracer.step.loop import TrainingStep
+from tracer.step.named.vision import import_torchvision, set_dropout
+from tracer.step.optimizers import make_optimizer
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import HF
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from tracer.build.batch import split_batch, to_device
-from tracer.build.loop import TrainingStep, with_first_call
-from tracer.build.loop_options import LOOP_OPTIONS
-from tracer.build.optimizers import move_state
-from tracer.build.user_errors import blame
+from tracer.step.batch import split_batch, to_device
+from tracer.step.loop import TrainingStep, with_first_call
+from tracer.step.loop_options import LOOP_OPTIONS
+from tracer.step.optimizers import move_state
+from tracer.step.user_errors import blame
 from tracer.torch_api import (
     DataDependentOutputException,
     DynamicOutputShapeException,

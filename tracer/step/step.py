@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tracer.build.loop_options import JOIN_LOSS, loop_of, parse_around
 from tracer.precision.policy import FLOAT16, Autocast, set_tf32
+from tracer.step.loop_options import JOIN_LOSS, loop_of, parse_around
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND, is_build_function
 
 if TYPE_CHECKING:
-    from tracer.build.loop import TrainingStep
+    from tracer.step.loop import TrainingStep
 
 
 SEEDS: Final = (-(2**63), 2**64 - 1)  # the least and the greatest that torch's generators take
@@ -34,7 +34,7 @@ class BuildStep:
     options: dict[str, Any]
     seed: int
     make: Callable[[str], TrainingStep]  # device -> step
-    policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.build.loop_options`
+    policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.step.loop_options`
 
     def __post_init__(self) -> None:
         if not SEEDS[0] <= self.seed <= SEEDS[1]:
@@ -65,8 +65,8 @@ class BuildStep:
         """
         import torch
 
-        from tracer.build.context import is_fake
-        from tracer.build.user_errors import built
+        from tracer.step.context import is_fake
+        from tracer.step.user_errors import built
 
         check_device(device)
         if device.startswith("cuda"):
@@ -82,7 +82,7 @@ class BuildStep:
         with built(self.model):
             step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
         if step.optimizer is not None and "cuda" in (optimizer_as_on, device.partition(":")[0]):
-            from tracer.build.optimizers import check_fused_on_cuda, choose_as_on_cuda
+            from tracer.step.optimizers import check_fused_on_cuda, choose_as_on_cuda
 
             check_fused_on_cuda(step.optimizer)
             if optimizer_as_on:
@@ -94,7 +94,7 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     """Find out what `model` stands for and check the options.
 
     Args:
-        model: a name that `tracer.build.named.models.list_models` lists, or "path/to/file.py:function"
+        model: a name that `tracer.step.named.models.list_models` lists, or "path/to/file.py:function"
             (without ":function" the function is `build`).
         options: those of `tracer.api.Options`, optimizer, amp and tf32; None as a value means "not given". A user's
             function gets those that its signature names.
@@ -115,11 +115,11 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     policy = parse_around(given)
     given |= policy
     if is_build_function(model):
-        from tracer.build.build_function import BuildFunction
+        from tracer.step.build_function import BuildFunction
 
         make = partial(BuildFunction.parse(model).step, given)
         return BuildStep(model=model, options=given, seed=seed, make=make, policy=policy)
-    from tracer.build.named.models import find_model
+    from tracer.step.named.models import find_model
 
     known = find_model(model)
     own = known.options({k: v for k, v in given.items() if k not in policy})
@@ -133,8 +133,8 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     """
     import torch
 
-    from tracer.build.joined import joined
-    from tracer.build.release import check_release
+    from tracer.step.joined import joined
+    from tracer.step.release import check_release
 
     kind = device.partition(":")[0]
     dtype = policy.get("amp") or step.autocast.dtype
@@ -170,7 +170,7 @@ def check_device(device: str) -> None:
     require_torch()
     import torch
 
-    from tracer.build.context import is_fake
+    from tracer.step.context import is_fake
     from traces.errors import EnvironmentProblem
 
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)

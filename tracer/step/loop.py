@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
-from tracer.build.release import released
 from tracer.precision.policy import OFF, Autocast, ambient
+from tracer.step.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
+from tracer.step.release import released
 from tracer.torch_api import foreach_zero_, pytree, replaced
 from traces.errors import SpecError
 from traces.records.trace import BACKWARD, FORWARD, OPTIMIZER

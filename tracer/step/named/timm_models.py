@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tracer.build.context import made_on, made_with_values, outside_fake_mode
-from tracer.build.loop import TrainingStep
-from tracer.build.named.vision import classifier_step, import_torchvision
+from tracer.step.context import made_on, made_with_values, outside_fake_mode
+from tracer.step.loop import TrainingStep
+from tracer.step.named.vision import classifier_step, import_torchvision
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import TIMM
 

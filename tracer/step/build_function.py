@@ -20,7 +20,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from tracer.build.context import (
+from tracer.precision.policy import Autocast, parse_amp
+from tracer.step.context import (
     Conversions,
     detect_fake_mode,
     fake_conversions,
@@ -30,10 +31,9 @@ from tracer.build.context import (
     outside_fake_mode,
     rows_with_values,
 )
-from tracer.build.loop import TrainingStep
-from tracer.build.loop_options import AROUND_OPTIONS
-from tracer.build.user_step import UserStep
-from tracer.precision.policy import Autocast, parse_amp
+from tracer.step.loop import TrainingStep
+from tracer.step.loop_options import AROUND_OPTIONS
+from tracer.step.user_step import UserStep
 from traces.errors import SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
 from traces.provenance import PACKAGES
@@ -264,6 +264,6 @@ def _importable_from(directory: Path) -> Iterator[None]:
 def _make_torchvision_importable() -> None:
     """The user's file may import torchvision, which needs help beside a CPU-only torch."""
     if importlib.util.find_spec("torchvision") is not None:
-        from tracer.build.named.vision import import_torchvision
+        from tracer.step.named.vision import import_torchvision
 
         import_torchvision()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.batch import WithTargets, loss_in_outputs
-from tracer.build.loop import TrainingStep, scalar
+from tracer.step.batch import WithTargets, loss_in_outputs
+from tracer.step.loop import TrainingStep, scalar
 
 
 class WithLoss(nn.Module):

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tracer.build.context import made_on, outside_fake_mode
-from tracer.build.loop import TrainingStep
-from tracer.build.optimizers import make_optimizer
+from tracer.step.context import made_on, outside_fake_mode
+from tracer.step.loop import TrainingStep
+from tracer.step.optimizers import make_optimizer
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 
 CLASSES: Final = 1000
