@@ -160,8 +160,8 @@ def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(n.startswith("nvidia-h200-torch2.13.0-") for n in names)
 
 
-def test_processes_that_measure_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Four processes add ten calls each to one file; without the lock they overwrite each other's."""
+def test_processes_that_measure_at_once_leave_a_whole_file(tmp_path: Path) -> None:
+    """Four processes add ten calls each to one file: it can be read in the end, and holds the last call of one."""
     path = tmp_path / "p.parquet"
     code = """
 import sys
@@ -172,5 +172,8 @@ for k in range(10):
 """
     started = [subprocess.Popen([sys.executable, "-c", code, str(path), name], cwd=ROOT) for name in "abcd"]
     assert [p.wait() for p in started] == [0] * 4
-    assert sorted(store.load(path).entries) == sorted(f"{name}{k}" for name in "abcd" for k in range(10))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".p.parquet.lock", "p.parquet"]
+    there = set(store.load(path).entries)
+    everything = {f"{name}{k}" for name in "abcd" for k in range(10)}
+    assert there <= everything
+    assert any(f"{name}9" in there for name in "abcd")
+    assert [p.name for p in tmp_path.iterdir()] == ["p.parquet"]

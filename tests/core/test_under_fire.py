@@ -19,7 +19,7 @@ from simulator.cli.main import main
 from simulator.studies.pareto import _coarse_to_fine
 from traces.commands import echo
 from traces.errors import SpecError
-from traces.files.whole import ABANDONED_S, directory_beside, replacing, write_text
+from traces.files.whole import directory_beside, replacing, write_text
 
 SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
 
@@ -134,32 +134,20 @@ def test_simulate_does_not_replace_a_plan_that_came_while_it_planned(
     assert path.read_text() == "theirs"
 
 
-def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from traces.files.whole import directory_beside, replacing
-with replacing({str(tmp_path / "a.json")!r}) as f, directory_beside(Path({str(tmp_path / "trace")!r})) as d:
-    f.write_text("half"); (d / "ops.parquet").write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == -signal.SIGKILL
-    left = sorted(tmp_path.iterdir())
-    assert len(left) == 2
+def test_files_and_directories_of_the_user_stay_whatever_their_names(tmp_path: Path) -> None:
+    theirs = tmp_path / ".a.json.abcd1234"
+    theirs.write_text("notes of somebody")
+    folder = tmp_path / ".trace.01234567"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    for path in (theirs, folder / "thesis.txt", folder):
+        os.utime(path, (0, 0))
     write_text(tmp_path / "a.json", "{}")
-    assert (
-        sorted(tmp_path.iterdir())[1:] == [*left, tmp_path / "a.json"][1:]
-    )  # too young to be told from one in use
-    for path in left:
-        os.utime(path, (0, time.time() - 2 * ABANDONED_S))
-    with replacing(tmp_path / "b.json"):
-        os.utime(next(tmp_path.glob(".b.json.*")), (0, 0))
-        write_text(tmp_path / "a.json", "{}")
-        with directory_beside(tmp_path / "trace"):
-            pass
-        write_text(tmp_path / "b.json", "{}")  # the one that is open is old, and claimed
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "b.json"]
+    with directory_beside(tmp_path / "trace"):
+        pass
+    assert theirs.read_text() == "notes of somebody"
+    assert (folder / "thesis.txt").read_text() == "years of work"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [theirs.name, folder.name, "a.json"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")

@@ -1,32 +1,22 @@
-"""Write a file whole or not at all, let one process at a time change it, and clear what killed ones left."""
+"""Write a file or a directory whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import os
-import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
-
-try:
-    import fcntl
-except ImportError:  # Windows: nothing is locked there, and nothing cleared
-    fcntl = None  # type: ignore[assignment]
-
-ABANDONED_S: Final = 60  # younger than this, a file may be between its making and its lock
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path, *, new: bool = False) -> Iterator[Path]:
     """An empty file beside `path`, which takes its place when the body has ended well and is gone if it has not.
 
-    So a crash leaves the old file or the new. Parents are made. What a killed process left of such a file is cleared.
+    So a crash leaves the old file or the new. Parents are made. Nothing else is ever removed: if the process is killed,
+    its unfinished file stays, hidden beside `path`.
 
     Args:
         new: only if no file stands there in the end; of several processes at once, the first to end has its file there.
@@ -42,21 +32,20 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[Path]:
     if place.exists() and not place.is_file():
         raise OSError(errno.EINVAL, "not a regular file, and only such a one is replaced", str(path))
     try:
-        clear_abandoned(place)
         handle, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     except OSError as error:
         error.filename = str(path)
         raise
+    os.close(handle)
     temporary = Path(name)
     try:
-        with _claimed(handle):
-            yield temporary
-            temporary.chmod(0o666 & ~umask())
-            if new:
-                _link(temporary, place)
-                temporary.unlink(missing_ok=True)
-            else:
-                os.replace(temporary, place)
+        yield temporary
+        temporary.chmod(0o666 & ~umask())
+        if new:
+            _link(temporary, place)
+            temporary.unlink(missing_ok=True)
+        else:
+            os.replace(temporary, place)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # One without a number says all in its text, which a file name would replace.
@@ -78,49 +67,17 @@ def _link(made: Path, place: Path) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(handle: int) -> Iterator[None]:
-    """Nobody takes the open file or directory for abandoned during the body, which closes it."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
 def directory_beside(place: Path) -> Iterator[Path]:
     """An empty directory beside `place` for what is to stand there; gone in the end if the body has not moved it.
 
-    What a killed process left of such a directory is cleared. Parents are made.
+    Parents are made. Nothing else is ever removed.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    clear_abandoned(place)
     temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
-        with _claimed(os.open(temporary, os.O_RDONLY)) if fcntl is not None else contextlib.nullcontext():
-            yield temporary
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def clear_abandoned(place: Path) -> None:
-    """Remove what processes that were killed left of files or directories that were to stand at `place`."""
-    if fcntl is None:
-        return
-    for path in place.parent.glob(f".{glob.escape(place.name)}.*"):
-        ending = path.name.removeprefix(f".{place.name}.")
-        if not re.fullmatch(r"[a-z0-9_]{8}", ending):
-            continue
-        with contextlib.suppress(OSError):  # it is claimed, or gone already
-            if time.time() - path.stat().st_mtime < ABANDONED_S:
-                continue
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            finally:
-                os.close(handle)
 
 
 def umask() -> int:
@@ -147,20 +104,3 @@ def write_text(path: str | Path, text: str, *, new: bool = False) -> Path:
     with replacing(path, new=new) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
-
-
-@contextlib.contextmanager
-def locked(path: str | Path) -> Iterator[None]:
-    """Wait until no other process is in such a body for `path`, so that it can be read, changed and replaced.
-
-    The lock is an empty file beside `path` (the file itself is replaced, so it cannot be the lock) and ends with the
-    process that holds it. Where the system has no `fcntl` (Windows), nothing is locked.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    with (path.parent / f".{path.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
