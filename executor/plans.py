@@ -22,7 +22,7 @@ from executor.measuring import (
 )
 from executor.verification import Verification
 from tracer.step.step import check_device
-from traces.errors import OutOfMemoryProblem, SpecError, TraceError
+from traces.errors import OutOfMemoryProblem, SpecError
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
@@ -222,68 +222,31 @@ def measure(
         return measure_plan(path, settings, say).measurement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSweep:
-    """A sweep with its measured rows, what they were measured on ("": nothing was), and what did not verify."""
+def measure_sweep(
+    directory: Path, settings: Settings, progress: Callable[[str], None]
+) -> tuple[Sweep, list[Outcome]]:
+    """Measure every plan of a sweep, as `measure_plan` does, and write the figures of all into its file.
 
-    sweep: Sweep
-    place: str = ""
-    failures: tuple[str, ...] = ()
-
-
-def measure_sweep(directory: Path, settings: Settings, progress: Callable[[str], None]) -> MeasuredSweep:
-    """Measure every row of a sweep that has a plan, and write the figures back after each.
-
-    A row that is measured already stays as it is. One whose verification failed is saved as a measurement of its own
-    and not written back, so that the same command tries it again.
-
-    Raises:
-        SpecError: this is a rehearsal.
-        TraceError: there is no sweep, or rows of it were measured on another device.
+    A row whose verification failed has no measured figures. Raises SpecError in a rehearsal, which measures nothing.
     """
     from simulator.studies.sweep import Sweep
 
-    provenance = provenance_of(settings.device)
-    if provenance == REHEARSED:
+    if provenance_of(settings.device) == REHEARSED:
         raise SpecError(
             "a sweep holds what was measured, and on a GPU that is not there nothing is; execute its plans."
         )
-    path = directory / "sweep.json" if directory.is_dir() else directory
-    if not path.is_file():
-        raise TraceError(
-            f"{directory}: no sweep there; make one with `simulate sweep MODEL --batch-sizes 8,16 -o DIR`."
-        )
-    table, failures = Sweep.load(path), []
-
-    def file(batch_size: int) -> Path:
-        return path.parent / f"measurement-b{batch_size}.json"
-
-    done = [Measurement.load(file(row.batch_size)) for row in table.rows if row.measured]
-    places = {m.place for m in done}
-
-    def check_place(here: bool) -> None:
-        if not here:
-            raise TraceError(
-                f"{path}: rows of it were measured on {' and '.join(sorted(places))}; measure on {settings.device} "
-                "here in another directory (`simulate sweep ... -o OTHER`), so that the figures of two devices do not "
-                "get into one table."
-            )
-
-    check_place(all(m.provenance == provenance for m in done))
-    for k, row in enumerate(table.rows):
-        if not row.feasible or not row.plan_path or row.measured:
-            continue
-        progress(f"Batch size {row.batch_size} ({k + 1} of {len(table.rows)})")
-        outcome = measure_plan(path.parent / row.plan_path, settings, progress)
-        m = outcome.measurement
-        check_place(not places or m.place in places)
-        m.save(file(row.batch_size))
-        if m.verified is False:
-            failures.append(f"batch size {row.batch_size}: {outcome.first_difference}")
-            continue
-        places.add(m.place)
-        figures = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
-        rows = (*table.rows[:k], replace(row, measured=figures), *table.rows[k + 1 :])
-        table = replace(table, rows=rows)
-        table.save(path)
-    return MeasuredSweep(sweep=table, place=" and ".join(sorted(places)), failures=tuple(failures))
+    path = directory / "sweep.json"
+    table = Sweep.load(path)
+    outcomes, rows = [], []
+    for row in table.rows:
+        figures: dict[str, RunFigures] = {}
+        if row.plan_path:
+            progress(f"Batch size {row.batch_size}")
+            outcomes.append(measure_plan(directory / row.plan_path, settings, progress))
+            m = outcomes[-1].measurement
+            if m.verified is not False:
+                figures = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
+        rows.append(replace(row, measured=figures))
+    table = replace(table, rows=tuple(rows))
+    table.save(path)
+    return table, outcomes

@@ -16,13 +16,12 @@ from traces import commands
 from traces.commands import Output, OutputFile, echo, output_options, stdout_free
 from traces.errors import SpecError
 from traces.provenance import REHEARSED, refuse_page
-from traces.records.measurement import RunFigures, signed_error_percent
+from traces.records.measurement import signed_error_percent
 from traces.records.plan import ALLOCATED
-from traces.units import show_bytes, show_time
+from traces.units import show_bytes
 
 if TYPE_CHECKING:
     from executor.plans import Outcome, Settings
-    from simulator.studies.sweep import SweepRow
 
 
 def _settings(steps: int, verify: bool, **given: Any) -> Settings:
@@ -238,41 +237,24 @@ def errors(
 def sweep(directory: Path, analysis: str | None, settings: Settings, out: Output) -> None:
     """Measure the plans of a sweep: DIRECTORY is what `simulate sweep MODEL ... -o DIRECTORY` made.
 
-    Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
-    the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
+    The figures of each row are written into DIRECTORY/sweep.json.
     """
     from executor.measuring import sharing_imports
     from executor.plans import measure_sweep
     from traces.errors import BudgetError, VerificationError
 
     with sharing_imports(settings.device):
-        done = measure_sweep(directory, settings, out.say)
-    table = done.sweep
+        table, outcomes = measure_sweep(directory, settings, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
-        root = directory if directory.is_dir() else directory.parent
-        write_sweep(out.report, table, root=root, analysis=analysis or "", measured_on=done.place)
-    out.show(table.to_json, lambda: "\n".join(map(_row_in_words, table.rows)))
-    if done.failures:
-        raise VerificationError("; ".join(done.failures))
-    over = [row.batch_size for row in table.rows if _peak(row) > row.budget_bytes]
-    if over:
-        raise BudgetError(f"measured peaks are over the budget at batch size {', '.join(map(str, over))}.")
-
-
-def _row_in_words(row: SweepRow) -> str:
-    measured = ", ".join(
-        f"{k} {show_bytes(f.peak_allocated_bytes or 0)} {show_time(f.step_time_ns or 0)}"
-        for k, f in row.measured.items()
-    )
-    note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if _peak(row) > row.budget_bytes else ""
-    return f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}"
-
-
-def _peak(row: SweepRow) -> int:
-    """The measured peak of a row's plan, in the memory that its budget is of; 0 if none was measured."""
-    return row.measured.get("plan", RunFigures()).peak_bytes(row.budget_of) or 0
+        places = " and ".join(sorted({o.measurement.place for o in outcomes}))
+        write_sweep(out.report, table, root=directory, analysis=analysis or "", measured_on=places)
+    out.show(table.to_json, lambda: "\n".join(in_words(outcome) for outcome in outcomes))
+    if wrong := [f"{o.plan_path}: {o.first_difference}" for o in outcomes if o.measurement.verified is False]:
+        raise VerificationError("; ".join(wrong))
+    if over := [o.plan_path for o in outcomes if o.measurement.within_budget is False]:
+        raise BudgetError(f"measured peaks are over the budget: {', '.join(over)}.")
 
 
 def answer(outcome: Outcome) -> dict[str, Any]:

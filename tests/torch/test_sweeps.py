@@ -1,11 +1,10 @@
-"""Measuring a sweep: rows are kept, devices are not mixed, and what did not verify is no row's figure."""
+"""Measuring a sweep: every plan of it, and what did not verify is no row's figure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from executor.matching import times_apply
 from executor.plans import Settings
 from simulator.studies.sweep import Sweep
 from tests.core.test_report import sweep_row
-from traces.errors import TraceError
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.trace import TraceMeta
 
@@ -35,63 +33,20 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Measure the sweep; every plan comes out as the test says, and the plans that ran are told."""
-
-    def go(outcome: dict[str, Measurement], device: str = "cpu") -> tuple[plans.MeasuredSweep, list[str]]:
-        ran: list[str] = []
-
-        def measure(path: Path, settings: Settings, progress: object) -> object:
-            ran.append(path.name)
-            return SimpleNamespace(measurement=outcome[path.name], first_difference="step 1: loss differs")
-
-        monkeypatch.setattr(plans, "measure_plan", measure)
-        return plans.measure_sweep(directory, Settings(device=device), lambda line: None), ran
-
-    return go
-
-
-def test_rows_are_measured_once(directory: Path, run: Any) -> None:
-    both = {"plan-b2.json": MEASURED, "plan-b4.json": MEASURED}
-    done, ran = run(both)
-    assert ran == ["plan-b2.json", "plan-b4.json"]  # batch 8 has no plan
-    assert (done.place, done.failures) == ("CPU", ())
-    assert Sweep.load(directory / "sweep.json") == done.sweep
-    assert [sorted(r.measured) for r in done.sweep.rows] == [["eager", "keep_all", "plan"]] * 2 + [[]]
-    again, ran = run(both)
-    assert ran == []
-    assert again == done
-
-
-def test_what_did_not_verify_is_tried_again_and_fails_again(directory: Path, run: Any) -> None:
+def test_every_plan_is_measured_and_a_wrong_one_has_no_figures(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = replace(MEASURED, verified=False)
-    for _ in range(2):
-        done, ran = run({"plan-b2.json": wrong, "plan-b4.json": MEASURED})
-        assert "plan-b2.json" in ran
-        assert done.failures == ("batch size 2: step 1: loss differs",)
-        assert not done.sweep.rows[0].measured
-    assert Measurement.load(directory / "measurement-b2.json").verified is False
+    told = {"plan-b2.json": MEASURED, "plan-b4.json": wrong}
 
+    def measure(path: Path, settings: Settings, progress: object) -> object:
+        return SimpleNamespace(measurement=told[path.name])
 
-def test_figures_of_two_devices_do_not_get_into_one_table(directory: Path, run: Any) -> None:
-    run({"plan-b2.json": MEASURED, "plan-b4.json": replace(MEASURED, verified=False)})
-    with pytest.raises(TraceError, match=r"rows of it were measured on CPU; measure on cuda here in another"):
-        run({}, device="cuda")
-
-
-def test_figures_of_two_gpus_do_not_get_into_one_table(directory: Path, run: Any) -> None:
-    one = replace(MEASURED, provenance="measured-cuda", environment={"gpu": "NVIDIA H200"})
-    two = replace(one, environment={"gpu": "NVIDIA H100"})
-    assert one.place == "GPU (NVIDIA H200)"
-    with pytest.raises(
-        TraceError, match=r"were measured on GPU \(NVIDIA H200\); measure on cuda here in another"
-    ):
-        run({"plan-b2.json": one, "plan-b4.json": two}, device="cuda")
-    kept = Sweep.load(directory / "sweep.json").rows
-    assert [bool(r.measured) for r in kept] == [True, False, False]
-    done, ran = run({"plan-b4.json": one}, device="cuda")
-    assert (ran, done.place) == (["plan-b4.json"], "GPU (NVIDIA H200)")
+    monkeypatch.setattr(plans, "measure_plan", measure)
+    table, outcomes = plans.measure_sweep(directory, Settings(), lambda line: None)
+    assert [o.measurement for o in outcomes] == [MEASURED, wrong]  # batch 8 has no plan
+    assert Sweep.load(directory / "sweep.json") == table
+    assert [sorted(r.measured) for r in table.rows] == [["eager", "keep_all", "plan"], [], []]
 
 
 @pytest.mark.parametrize(
