@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from traces.errors import EnvironmentProblem, PlanError
+from traces.errors import EnvironmentProblem, PlanError, SpecError
+from traces.model_spec import is_build_function
 from traces.provenance import alloc_conf
 from traces.records.plan import Plan
 from traces.records.trace import Trace, TraceMeta
+
+
+def check_trusted(source: object, named: str, given: str, trust: bool) -> None:
+    """Raise SpecError if the model of a plan or a trace is a Python file that only this plan or trace names.
+
+    Args:
+        source: the plan or the trace, for the message.
+        named: the model that it names.
+        given: the model that the user named instead; empty: none.
+        trust: the user lets that file run.
+    """
+    if not given and not trust and is_build_function(named):
+        raise SpecError(
+            f"{source} names code of its own, {named}, which would run here. Give --trust if you know it, or name "
+            f"it yourself: --model {named}."
+        )
 
 
 def check_alloc_conf(meta: TraceMeta, device: str) -> None:

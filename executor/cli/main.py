@@ -46,6 +46,9 @@ MEASURING: Final = (
 MODEL: Final = click.option(
     "--model", default="", help="Build this instead of what the file names (the same step elsewhere)."
 )
+TRUST: Final = click.option(
+    "--trust", is_flag=True, help="Run the Python file that the plan or the trace names as its model."
+)
 
 
 @click.group(
@@ -84,10 +87,12 @@ execute.add_command(rehearse)
 @click.option(
     "--trace", "trace_name", help="The trace behind the plan, for the report's pictures and for --placed."
 )
+@TRUST
 @commands.gathered("settings", _settings, MODEL, *MEASURING)
 @output_options
 def run_plan(
     plan: Path,
+    trust: bool,
     output: Path | None,
     trace_name: str | None,
     rehearsed_on: str | None,
@@ -105,12 +110,14 @@ def run_plan(
             raise SpecError(
                 "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
             )
+        _check_trusted(plan, settings.model, trust)
         rehearse_plan(plan, settings.model, rehearsed_on, out, placed=placed, trace_name=trace_name)
         return
     if placed:
         raise SpecError("--placed is of a rehearsal: give --rehearse and a GPU of the device table.")
     if out.report is not None:
         refuse_page()
+    _check_trusted(plan, settings.model, trust)
     from executor.measuring import sharing_imports
     from executor.plans import measure_plan
     from traces.errors import BudgetError, VerificationError
@@ -144,15 +151,23 @@ def run_plan(
         )
 
 
+def _check_trusted(plan: Path, model: str, trust: bool) -> None:
+    from executor.matching import check_trusted
+    from traces.records.plan import Plan
+
+    check_trusted(plan, Plan.load(plan).meta.model, model, trust)
+
+
 @execute.command()
 @click.argument("plan", type=click.Path(path_type=Path))
 @MODEL
+@TRUST
 @click.option("--torch-budget/--no-torch-budget", default=True, help="Ask torch's partitioner, too.")
 @click.option(
     "-o", "--output", type=OutputFile(), help="Write the selective-checkpoint policy as a Python file."
 )
 @commands.json_option
-def export(plan: Path, model: str, torch_budget: bool, output: Path | None, out: Output) -> None:
+def export(plan: Path, model: str, trust: bool, torch_budget: bool, output: Path | None, out: Output) -> None:
     """What PLAN comes to for those who keep their tools, each with the peak that it is predicted to need itself."""
     from dataclasses import asdict
 
@@ -160,6 +175,7 @@ def export(plan: Path, model: str, torch_budget: bool, output: Path | None, out:
     from traces.files.whole import write_text
     from traces.records.plan import Plan
 
+    _check_trusted(plan, model, trust)
     given = Plan.load(plan)
     with stdout_free(out.as_json):
         made = exports(given, model, torch_budget=torch_budget)
@@ -182,6 +198,7 @@ def export(plan: Path, model: str, torch_budget: bool, output: Path | None, out:
 @click.argument("what", metavar="TRACE_OR_PLAN")
 @click.option("-o", "--output", type=OutputFile(), required=True, help="Where the answer goes.")
 @MODEL
+@TRUST
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--levers", metavar="NAMES", help="Which formats (default: all that are approximate).")
 @click.option("--max-gradient-error", type=float, help="Measure no more of a format once it is over that.")
@@ -190,6 +207,7 @@ def errors(
     what: str,
     output: Path,
     model: str,
+    trust: bool,
     device: str,
     levers: str | None,
     max_gradient_error: float | None,
@@ -200,7 +218,7 @@ def errors(
     Of a PLAN: by how much it changes the gradient as a whole, written into the plan.
     """
     from executor.fitting.gradient_errors import ANY, LOSSY, gradient_errors, with_error
-    from executor.matching import check_kind
+    from executor.matching import check_kind, check_trusted
     from tracer.step.step import check_device, load_spec
     from traces.records.plan import Plan
     from traces.records.store import load
@@ -208,6 +226,7 @@ def errors(
     check_device(device)
     given = Plan.load(what) if Path(what).is_file() else load(what)
     check_kind(given.meta, device)
+    check_trusted(what, given.meta.model, model, trust)
     build = load_spec(model or given.meta.model, dict(given.meta.options), seed=given.meta.seed)
     if isinstance(given, Plan):
         measured = with_error(build, given, device)
@@ -232,17 +251,21 @@ def errors(
 @execute.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @commands.analysis_option
+@TRUST
 @commands.gathered("settings", _settings, *MEASURING)
 @output_options
-def sweep(directory: Path, analysis: str | None, settings: Settings, out: Output) -> None:
+def sweep(directory: Path, analysis: str | None, trust: bool, settings: Settings, out: Output) -> None:
     """Measure the plans of a sweep: DIRECTORY is what `simulate sweep MODEL ... -o DIRECTORY` made.
 
     The figures of each row are written into DIRECTORY/sweep.json.
     """
+    from executor.matching import check_trusted
     from executor.measuring import sharing_imports
     from executor.plans import measure_sweep
+    from simulator.studies.sweep import Sweep
     from traces.errors import BudgetError, VerificationError
 
+    check_trusted(directory, Sweep.load(directory / "sweep.json").model, "", trust)
     with sharing_imports(settings.device):
         table, outcomes = measure_sweep(directory, settings, out.say)
     if out.report is not None:

@@ -128,6 +128,8 @@ def test_what_was_measured_is_printed_though_the_page_fails(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "page.html")
 
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plans, "measure_plan", lambda *_: outcome)
     monkeypatch.setattr(matching, "trace_of", lambda *_: tiny.chain(2))
     monkeypatch.setattr(report, "write_measurement", full)

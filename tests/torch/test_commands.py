@@ -138,7 +138,7 @@ def test_no_gpu(folder: Path, plan: Plan, command: str) -> None:
         assert litter(folder) == []
     else:
         plan.save("plan.json")
-        refused(call(execute, "plan.json", "--device", "cuda"), "--device cuda")
+        refused(call(execute, "plan.json", "--trust", "--device", "cuda"), "--device cuda")
         assert litter(folder) == ["plan.json"]
 
 
@@ -236,7 +236,11 @@ def test_what_is_no_plan(folder: Path, text: str | None, words: list[str]) -> No
     if text is not None:
         Path("plan.json").write_text(text)
     before = litter(folder)
-    refused(call(execute, "plan.json", "--report", "r.html", "-o", "m.json", "--json"), "plan.json", *words)
+    refused(
+        call(execute, "plan.json", "--trust", "--report", "r.html", "-o", "m.json", "--json"),
+        "plan.json",
+        *words,
+    )
     assert litter(folder) == before
 
 
@@ -278,7 +282,7 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
             place = place[k]
         place[path[-1]] = wrong
         Path("plan.json").write_text(json.dumps(data))
-        result = call(execute, "plan.json", "--no-verify", "--json", "-q")
+        result = call(execute, "plan.json", "--trust", "--no-verify", "--json", "-q")
         over = path == ("budget_bytes",) and wrong == -1 and "over the budget of" in result.output
         if result.exit_code not in ((1,) if over else (0, 2)) or (
             result.exception is not None and not isinstance(result.exception, SystemExit)
@@ -305,13 +309,13 @@ def test_a_plan_for_another_model(folder: Path, plan: Plan, monkeypatch: pytest.
 
 def test_a_plan_without_a_prediction(folder: Path, plan: Plan) -> None:
     replace(plan, predicted={}).save("plan.json")
-    refused(call(execute, "plan.json"), "no prediction")
+    refused(call(execute, "plan.json", "--trust"), "no prediction")
 
 
 def test_a_plan_whose_model_is_gone(folder: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "run_job", perform)  # in this process
     replace(plan, meta=replace(plan.meta, model="elsewhere.py:build")).save("plan.json")
-    refused(call(execute, "plan.json"), "elsewhere.py")
+    refused(call(execute, "plan.json", "--trust"), "elsewhere.py")
 
 
 def test_a_failed_verification_is_exit_code_1(
@@ -330,7 +334,7 @@ def test_a_failed_verification_is_exit_code_1(
 
     monkeypatch.setattr(plans, "run_job", job)
     plan.save("plan.json")
-    result = call(execute, "plan.json", "--json")
+    result = call(execute, "plan.json", "--trust", "--json")
     assert result.exit_code == 1
     answer = json.loads(result.stdout)  # the figures are printed all the same
     assert answer["verified"] is False
@@ -345,7 +349,7 @@ def test_a_measured_peak_over_the_budget_is_exit_code_1(
     monkeypatch.setattr(plans, "run_job", lambda _: JobResult(figures=figures, environment={}))
     for budget, code in ((1 << 20, 0), ((1 << 20) - 1, 1)):
         replace(plan, budget_bytes=budget).save("plan.json")
-        result = call(execute, "plan.json", "--no-verify", "--json")
+        result = call(execute, "plan.json", "--trust", "--no-verify", "--json")
         assert result.exit_code == code
         assert json.loads(result.stdout)["within_budget"] is (code == 0)
     assert "over the budget of" in result.stderr
@@ -354,11 +358,11 @@ def test_a_measured_peak_over_the_budget_is_exit_code_1(
 def test_actions_that_do_not_give_the_figures_are_refused(folder: Path, plan: Plan) -> None:
     sealed = replace(plan, actions=(Action(storage=3),)).sealed()
     replace(sealed, actions=()).save("plan.json")  # as does whoever edits the file
-    refused(call(execute, "plan.json"), "do not give its figures")
+    refused(call(execute, "plan.json", "--trust"), "do not give its figures")
     peak = sealed.predicted["plan"]["peak_allocated_bytes"]
     figures = {**sealed.predicted["plan"], "peak_allocated_bytes": peak - 1}
     replace(sealed, predicted={**sealed.predicted, "plan": figures}).save("plan.json")
-    refused(call(execute, "plan.json"), "do not give its figures")
+    refused(call(execute, "plan.json", "--trust"), "do not give its figures")
     Plan.load(sealed.save("plan.json")).check_seal("plan.json")
 
 
@@ -383,7 +387,7 @@ def test_a_plan_that_was_sealed_with_wrong_figures_is_refused(
         replace(good, predicted={**good.predicted, "baseline": of_plan}),
     ):
         other.sealed().save("plan.json")
-        refused(call(execute, "plan.json"), "do not give its figures")
+        refused(call(execute, "plan.json", "--trust"), "do not give its figures")
     assert [job.check for job in asked] == [True] * 3  # the first process ends there
     # Of times and workspaces that were measured elsewhere only the storages can be counted.
     measured = replace(good.meta, workspace={"measured": 5})
@@ -402,10 +406,10 @@ def test_a_plan_is_measured_where_nothing_else_fits(
 
     monkeypatch.setattr(plans, "run_job", job)
     plan.save("plan.json")
-    result = call(execute, "plan.json", "--report", "r.html")
+    result = call(execute, "plan.json", "--trust", "--report", "r.html")
     assert result.exit_code == 0, result.output
     assert "not verified (see the warning)" in result.output
-    answer = json.loads(call(execute, "plan.json", "--json").stdout)
+    answer = json.loads(call(execute, "plan.json", "--trust", "--json").stdout)
     assert answer["measured"]["peak_allocated_bytes"] == 1
     assert (answer["verified"], answer["eager"]["peak_allocated_bytes"]) == (None, None)
     assert answer["slowdown_percent"]["measured"] is None
@@ -436,7 +440,9 @@ def test_a_missing_torch(
 ) -> None:
     stub = tmp_path_factory.mktemp("stub")
     (stub / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    words = ["tracer", "resnet18", "-o", "out"] if command == "trace" else ["executor", "plan.json"]
+    words = (
+        ["tracer", "resnet18", "-o", "out"] if command == "trace" else ["executor", "plan.json", "--trust"]
+    )
     if command == "execute":
         plan.save("plan.json")
     before = litter(folder)
@@ -558,3 +564,20 @@ def test_threads_take_turns_in_capturing() -> None:
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(step, range(3, 7)))
     assert [t.meta.fingerprint for t in made] == [step(width).meta.fingerprint for width in range(3, 7)]
+
+
+@pytest.mark.parametrize("words", [(), ("--rehearse", "h100"), ("export",), ("errors",)])
+def test_code_that_only_a_plan_names_does_not_run(folder: Path, plan: Plan, words: tuple[str, ...]) -> None:
+    """A plan that somebody sent: its Python file would note that it ran."""
+    Path("theirs.py").write_text(
+        "import pathlib\npathlib.Path('ran').touch()\ndef build(batch_size=2): ...\n"
+    )
+    replace(plan, meta=replace(plan.meta, model="theirs.py:build")).save("plan.json")
+    if words and not words[0].startswith("-"):
+        given = [*words, "plan.json", *(("-o", "errors.json") if words[0] == "errors" else ())]
+    else:
+        given = ["plan.json", *words]
+    refused(call(execute, *given), "theirs.py:build", "--trust", "--model")
+    assert not Path("ran").exists()
+    call(execute, *given, "--trust")
+    assert words == ("--rehearse", "h100") or Path("ran").exists()  # a rehearsal wants a CUDA build first

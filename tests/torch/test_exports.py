@@ -112,14 +112,14 @@ def test_exports_run_as_they_are_counted(plan: Plan) -> None:
 
 def test_the_command_writes_the_policy_and_says_each_peak(plan: Plan) -> None:
     plan.save("plan.json")
-    result = CliRunner().invoke(execute, ["export", "plan.json", "-o", "sac.py", "--json"])
+    result = CliRunner().invoke(execute, ["export", "plan.json", "--trust", "-o", "sac.py", "--json"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
     kinds = [e["kind"] for e in answer["exports"]]
     assert kinds == ["policy", *["layers"] * 4, "activation_memory_budget"]
     assert all(e["peak_bytes"] > 0 for e in answer["exports"])
     assert Path("sac.py").read_text() == answer["policy"]
-    told = CliRunner().invoke(execute, ["export", "plan.json", "--no-torch-budget"]).stdout
+    told = CliRunner().invoke(execute, ["export", "plan.json", "--trust", "--no-torch-budget"]).stdout
     assert "every_n_layers=2" in told
 
 
