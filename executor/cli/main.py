@@ -342,8 +342,3 @@ def _verdict(outcome: Outcome) -> str:
     if checked.bit_equal:
         return "verified: bit-equal with eager"
     return f"verified ({checked.note or 'within the difference of eager from itself, whose kernels vary'})"
-
-
-def main() -> None:
-    """Entry point of `execute`."""
-    execute()

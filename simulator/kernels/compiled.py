@@ -104,6 +104,13 @@ def compiled(function: F) -> F:
     cache = kernel._cache
     if hasattr(cache, "_load_overload"):
         cache.load_overload = cache._load_overload
+    save = cache.save_overload
+
+    def saved_if_possible(*given: Any) -> None:
+        with suppress(OSError):  # the disk is full: the next process compiles again
+            save(*given)
+
+    cache.save_overload = saved_if_possible
     with suppress(OSError):
         for index in _indices(kernel):
             if index.stat().st_mtime < CHANGED:

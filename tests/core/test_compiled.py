@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
@@ -61,6 +63,18 @@ def test_without_a_place_to_keep_code_it_is_compiled_each_time(monkeypatch: pyte
     twice = compiled.compiled(double)
     assert twice(21) == 42
     assert isinstance(twice(np.int32(3)), int)
+
+
+def test_a_full_disk_under_the_cache_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, *given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(numba.core.caching.Cache, "save_overload", full)
+
+    def thrice(x: int) -> int:
+        return 3 * x
+
+    assert compiled.compiled(thrice)(14) == 42
 
 
 def test_a_changed_inlined_function_is_compiled_into_the_kept_kernels_anew(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_where_an_import_is_refused_nothing_is_run(tmp_path: Path) -> None:
         "        if name.partition('.')[0] in ('altair', 'vl_convert'):\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refusing())\n"
-        "from executor.cli.main import main\n"
+        "from executor.cli.main import execute as main\n"
         f"sys.argv = ['execute', {NOTHING!r}, '--report', 'page.html']\n"
         "main()\n"
     )

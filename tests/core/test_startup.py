@@ -83,3 +83,19 @@ def test_a_missing_torch_is_explained() -> None:
     )
     done = run(code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", COMMANDS.values())
+def test_ctrl_c_while_modules_are_imported_ends_a_command_with_its_exit_code(package: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        f"sys.argv[:] = ['{package}', '--help']\n"
+        f"runpy.run_module('{package}', run_name='__main__')"
+    )
+    done = run(code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: stopped.\n")

@@ -17,9 +17,11 @@ from click.testing import CliRunner
 from simulator.allocator.settings import MAX_TEXT, parse_alloc_conf
 from simulator.cli.main import main
 from simulator.studies.pareto import _coarse_to_fine
+from tests import tiny
 from traces.commands import echo
-from traces.errors import SpecError
+from traces.errors import PlanError, SpecError
 from traces.files.whole import directory_beside, replacing, write_text
+from traces.records.plan import Plan
 
 SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
 
@@ -56,6 +58,23 @@ def test_a_hostile_snapshot_is_refused(hostile: dict[str, object], tmp_path: Pat
     result = CliRunner().invoke(main, ["replay", str(snapshot(tmp_path / "x.pickle", **hostile))])
     assert result.exit_code == 2
     assert "damaged" in result.output
+
+
+def test_text_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    path = snapshot(tmp_path / "x.pickle", events=[{**SEGMENT, "\ud800": 1}])
+    result = CliRunner().invoke(main, ["replay", str(path)])
+    assert result.exit_code == 2
+    assert "not a memory snapshot, or damaged" in result.output
+
+
+@pytest.mark.parametrize("wrong", [None, "text", [1], {}])
+def test_a_plan_whose_warnings_are_no_texts_is_refused(wrong: object, tmp_path: Path) -> None:
+    good = Plan(meta=tiny.chain(2).meta, predicted={"warnings": ["so"]}).save(tmp_path / "plan.json")
+    data = json.loads(good.read_text())
+    data["predicted"]["warnings"] = wrong
+    good.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"predicted\.warnings should be a list of texts"):
+        Plan.load(good)
 
 
 def test_a_snapshot_of_two_million_blocks_is_refused_at_once(tmp_path: Path) -> None:

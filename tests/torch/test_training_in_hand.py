@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
 import inspect
@@ -10,6 +11,7 @@ import pickle
 import sys
 import time
 import warnings
+import zlib
 from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
 import executor.training.module as module_module  # noqa: E402
 import tracer.capture.capture as capture_module  # noqa: E402
+import tracer.record.sketch as sketches  # noqa: E402
 from executor import PlannedModule, apply_plan, fit, remove_plan, unplanned  # noqa: E402
 from executor.training.families import Family  # noqa: E402
 from executor.training.module import engines_of  # noqa: E402
@@ -818,6 +821,16 @@ def test_arguments_that_forward_writes_share_memory_as_they_do() -> None:
     ):
         planned(x, x)
     assert torch.equal(x, torch.ones(2, 4))
+
+
+def test_a_sketch_that_unpacks_to_more_than_any_step_is_not_unpacked() -> None:
+    packed = base64.b85encode(zlib.compress(b"a b\n" * (sketches.LARGEST // 2), 9)).decode()
+    assert len(packed) < 1 << 18
+    assert sketches.ops_of({"ops": packed}) == []
+    assert sketches.ops_of({"ops": base64.b85encode(zlib.compress(b"a b\nc d")).decode()}) == [
+        ("a", "b"),
+        ("c", "d"),
+    ]
 
 
 def test_a_plan_without_a_sketch_says_less() -> None:

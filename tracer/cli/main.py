@@ -208,12 +208,3 @@ def summary(name: str, record: Any, top: int) -> str:
         marks = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b)
         lines.append(f"  {show_time(ops.time_ns[i]):>11}  {ops.name[i]:32} {ops.module[i]:36} {marks}")
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Entry point of `trace`."""
-    trace()
-
-
-if __name__ == "__main__":
-    main()

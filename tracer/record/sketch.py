@@ -18,6 +18,7 @@ from tracer.record.program import Program
 from tracer.torch_api import pytree
 
 CUDNN: Final = "aten._cudnn_rnn.default"
+LARGEST: Final = 1 << 24  # bytes of the ops of a sketch, unpacked; a step of 50,000 ops has 4 MiB
 LONGEST: Final = 40  # characters of an argument that is no tensor
 
 
@@ -53,10 +54,13 @@ def names_digest(names: Iterable[str]) -> str:
 
 
 def ops_of(sketch: dict[str, Any]) -> list[tuple[str, str]]:
-    """The ops of a sketch in their order: target and module; none if it is malformed."""
+    """The ops of a sketch in their order: target and module; none if it is malformed, or larger than any step's."""
     try:
-        text = zlib.decompress(base64.b85decode(sketch.get("ops", ""))).decode()
+        unpacking = zlib.decompressobj()
+        text = unpacking.decompress(base64.b85decode(sketch.get("ops", "")), LARGEST).decode()
     except (ValueError, zlib.error):
+        return []
+    if unpacking.unconsumed_tail:
         return []
     return [(target, module) for target, _, module in (line.partition(" ") for line in text.splitlines())]
 

@@ -100,6 +100,9 @@ class Plan(JsonRecord):
             raise ValueError(f"budget_of is {self.budget_of!r} and should be {ALLOCATED} or {RESERVED}")
         if self.ahead_bytes < 0:
             raise ValueError(f"ahead_bytes is {self.ahead_bytes} and should not be negative")
+        warnings = self.predicted.get("warnings", [])
+        if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+            raise ValueError("predicted.warnings should be a list of texts")
         if self.exactness not in EXACTNESS:
             raise ValueError(f"exactness is {self.exactness!r} and should be one of {', '.join(EXACTNESS)}")
 

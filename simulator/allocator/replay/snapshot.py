@@ -108,7 +108,7 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     try:
         snapshot = convert(data, _Snapshot)
         device, rows = _device_rows(snapshot.device_traces, source, device)
-    except ValidationError as error:
+    except (ValidationError, UnicodeError) as error:
         raise TraceError(
             f"{source}: not a memory snapshot, or damaged ({error}); make one with "
             "torch.cuda.memory._dump_snapshot(path), in torch 2.1 or newer."
