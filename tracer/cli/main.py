@@ -70,13 +70,9 @@ def run_model(
 ) -> None:
     """Record one training step of MODEL: a name from `trace models`, timm:NAME, hf:CONFIG.json, or
     path/to/file.py:build."""
-    import atexit
-    import gc
     import os
     import time
     from inspect import unwrap
-
-    atexit.register(gc.freeze)  # torch's half a million objects are not searched for garbage in the end
 
     # torch's C++ parts and its profiler write to stderr by themselves; what matters reaches the user as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
