@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from executor.fitting.gradient_errors import plan_measured
-from executor.fitting.regions import plan_regions
-from executor.guards.twin import twin_of
 from executor.training.module import REPLAN, apply_recorded, capture_now
 from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
 from simulator.core.limits import DEFAULTS
@@ -23,10 +21,7 @@ from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
 from tracer.step.batch import split_batch, to_device
 from tracer.step.loop_options import JOIN_LOSS
-from traces.errors import CaptureError, OptimizerError, SpecError
-
-GRAPH: Final = "graph"
-REGIONS: Final = "regions"
+from traces.errors import SpecError
 
 
 def fit(
@@ -48,7 +43,6 @@ def fit(
     in_place: bool = False,
     on_mismatch: str = REPLAN,
     smaller: Any = None,
-    engine: str = GRAPH,
     say: Say = on_stderr,
 ) -> nn.Module:
     """The model, training within a budget of memory from its next call on.
@@ -74,14 +68,10 @@ def fit(
         in_place, on_mismatch: as in `apply_plan`.
         smaller: another batch of the loop, of sizes below those of `batch` where they vary. The one capture for calls
             of all sizes is then made here, and no step waits for it. For plans by recomputation alone.
-        engine: "graph": the model is captured whole; "regions": if that cannot be, the largest of its parts that can
-            be captured are planned, one by one, and the rest runs as it is. To learn what that needs, two forwards and
-            a backward run; parameters, buffers, gradients and random states are afterwards as they were.
         say: told what happens, a line each time.
 
     Returns:
-        what `apply_plan` returns; of parts, the model in which they train by their plans (`remove_plan` and `unplanned`
-        take it, and each part has its `receipt`).
+        what `apply_plan` returns.
 
     Raises:
         BudgetError: no plan was found within the budget; says the least one that would do.
@@ -102,28 +92,9 @@ def fit(
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock = time.monotonic(), Clock(say)
-    if engine == REGIONS and (levers or max_gradient_error is not None):
-        raise SpecError(
-            "parts of a model are planned by recomputation alone: leave levers and max_gradient_error out."
-        )
-    if smaller is not None and (engine == REGIONS or levers or allow != "bit"):
+    if smaller is not None and (levers or allow != "bit"):
         raise SpecError("one capture for all sizes is for plans by recomputation alone: leave smaller out.")
-    if engine not in (GRAPH, REGIONS):
-        raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
-    try:
-        step = record(model, batch, loss, wanted, amp, untouched=True, join=allow != "bit")
-    except CaptureError as error:
-        if isinstance(error, OptimizerError):
-            raise
-        if engine != REGIONS:
-            error.args = (f'{error} To plan the parts that can be captured: fit(..., engine="{REGIONS}").',)
-            raise
-        say(f"the model cannot be captured whole: {error}")
-        plans = plan_regions(model, batch, loss, wanted, amp, say)
-        clock.done(f"planned {plans}")
-        target = model if in_place else twin_of(model)
-        plans.apply(target.train(), on_mismatch)
-        return target
+    step = record(model, batch, loss, wanted, amp, untouched=True, join=allow != "bit")
     clock.done(f"captured {len(step.program.ops)} ops")
     for warning in warnings_of(Problem(step.trace)):
         if warning.code == UNTOUCHED_LESS:

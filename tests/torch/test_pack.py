@@ -184,8 +184,6 @@ def test_fit_takes_the_levers_that_are_named(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     with pytest.raises(SpecError, match="bitz: there is no such lever"):
         fit(model, (x, y), loss, optimizer, budget="95%", levers=["bitz"])
-    with pytest.raises(SpecError, match="leave levers"):
-        fit(model, (x, y), loss, optimizer, budget="95%", levers=["bits"], engine="regions")
 
 
 @pytest.mark.parametrize(
