@@ -81,12 +81,7 @@ execute.add_command(rehearse)
 @click.option(
     "--rehearse", "rehearsed_on", help="Measure nothing: run on this GPU, which is not there (h100, ...)."
 )
-@click.option(
-    "--placed", is_flag=True, help="With --rehearse: also in one pool, all addresses planned offline."
-)
-@click.option(
-    "--trace", "trace_name", help="The trace behind the plan, for the report's pictures and for --placed."
-)
+@click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
 @TRUST
 @commands.gathered("settings", _settings, MODEL, *MEASURING)
 @output_options
@@ -96,7 +91,6 @@ def run_plan(
     output: Path | None,
     trace_name: str | None,
     rehearsed_on: str | None,
-    placed: bool,
     settings: Settings,
     out: Output,
 ) -> None:
@@ -111,10 +105,8 @@ def run_plan(
                 "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
             )
         _check_trusted(plan, settings.model, trust)
-        rehearse_plan(plan, settings.model, rehearsed_on, out, placed=placed, trace_name=trace_name)
+        rehearse_plan(plan, settings.model, rehearsed_on, out)
         return
-    if placed:
-        raise SpecError("--placed is of a rehearsal: give --rehearse and a GPU of the device table.")
     if out.report is not None:
         refuse_page()
     _check_trusted(plan, settings.model, trust)

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simulator.show.tables import figures_table, table
-from traces.commands import Output, OutputFile, answer_options, stdout_free, step_options
+from traces.commands import Output, OutputFile, answer_options, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
-    from executor.rehearsal.placed import Placed
     from executor.rehearsal.record import Rehearsal
-    from simulator.allocator.placement import Placement
     from traces.records.plan import Plan, PredictionWarning
 
 MOST_LINES = 8
@@ -99,13 +97,8 @@ def _refuse_for_commands(command: str) -> None:
             )
 
 
-def rehearse_plan(
-    path: Path, model: str, gpu: str, out: Output, *, placed: bool = False, trace_name: str | None = None
-) -> None:
-    """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted.
-
-    placed: also the planned one in a pool with all addresses planned offline.
-    """
+def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
+    """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
     from executor.matching import check_alloc_conf
     from executor.measuring import predicted_figures
     from executor.rehearsal.run import rehearse as run
@@ -126,7 +119,6 @@ def rehearse_plan(
             seed=plan.meta.seed,
             alloc_conf=plan.meta.alloc_conf,
         )
-    pools = [_in_places(plan, model, gpu, trace_name, out)] if placed else []
     predicted, rehearsed = predicted_figures(plan, "plan"), found["plan"]
     answer = {
         "plan": str(path),
@@ -142,50 +134,8 @@ def rehearse_plan(
         "within_budget": _within(plan, rehearsed),
         "rehearsals": {label: r.to_json() for label, r in found.items()},
     }
-    for pool, found_there in pools:
-        answer["placed"] = {"predicted": pool.to_json(), "rehearsed": found_there.to_json()}
-    out.show(
-        lambda: answer,
-        lambda: "\n".join([_beside(plan, found), *(line for both in pools for line in _placed_lines(*both))]),
-    )
+    out.show(lambda: answer, lambda: _beside(plan, found))
     refuse_if_too_large(rehearsed)
-
-
-def _in_places(
-    plan: Plan, model: str, gpu: str, trace_name: str | None, out: Output
-) -> tuple[Placement, Placed]:
-    """The planned step in one pool, every request where it was planned to lie: predicted and rehearsed."""
-    from executor.matching import trace_of
-    from executor.rehearsal.placed import rehearse_placed
-    from simulator import simulate
-
-    out.say(f"Rehearsing plan, placed, on {gpu} ...")
-    with stdout_free(out.as_json):
-        predicted = simulate(trace_of(plan, model, "cpu", trace_name), plan)
-    return predicted.placed, rehearse_placed(predicted, gpu, model)
-
-
-def _placed_lines(predicted: Placement, rehearsed: Placed) -> list[str]:
-    r = rehearsed
-    rows = [
-        ("placed, predicted", predicted.blocks.peak_bytes, predicted.pool_bytes, predicted.fragmentation),
-        ("placed, rehearsed", r.peak_bytes, r.reserved_bytes, r.fragmentation),
-    ]
-    lines = table(
-        rows,
-        [
-            ("", "", lambda row: row[0]),
-            ("at once", "count", lambda row: row[1]),
-            ("reserved", "count", lambda row: row[2]),
-            ("fragmentation", "percent", lambda row: 100 * row[3]),
-        ],
-    ).lines()
-    return [
-        *(f"  {line}" for line in lines),
-        f"  {r.placed:,} requests lay where planned, {r.staying:,} stay; of {r.taken:,} the place was taken, "
-        f"{r.unasked:,} never came, {r.unlisted:,} are in no plan (those before the first iteration among them)",
-        f"  beside the pool {r.peak_aside_bytes:,} bytes",
-    ]
 
 
 def refuse_if_too_large(found: Rehearsal) -> None:

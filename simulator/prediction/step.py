@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, device_fit, kind_of
-from simulator.allocator.placement import Placement, lifetimes, place
-from simulator.allocator.requests import requests_of, untouched_requests
+from simulator.allocator.requests import untouched_requests
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, run
 from simulator.core.rewrites import rewritten_problem
@@ -76,14 +75,6 @@ class Prediction:
     def planned_figures(self) -> RunFigures:
         """The headline figures with the plan."""
         return self.planned_fit.figures(self.planned.timeline.step_time_ns)
-
-    @property
-    def placed(self) -> Placement:
-        """The plan's blocks in one pool, their addresses planned offline; of a GPU's trace."""
-        schedule = self.planned.schedule
-        return self.step.once(
-            ("placed", self.plan.actions), lambda p: place(lifetimes(requests_of(p, schedule)))
-        )
 
     @property
     def overhead_percent(self) -> float:

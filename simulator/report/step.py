@@ -21,7 +21,7 @@ from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.answer import Answer
-from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
+from traces.records.plan import RECOMPUTE, SAVE, Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import show_bytes, show_percent, show_time
 
@@ -165,12 +165,6 @@ def _reserved(c: Prediction) -> list[tuple[str, str]]:
     if c.plan.ahead_bytes:
         ahead = show_bytes(c.plan.ahead_bytes)
         lines.append(("", f"{ahead} of it in one piece, asked for by `apply_plan` before all steps"))
-    if c.plan.budget_of == RESERVED:
-        share = show_percent(100 * c.placed.fragmentation, digits=1)
-        text = (
-            f"would do with addresses planned offline (fragmentation {share}); `execute PLAN --rehearse` can"
-        )
-        lines.append(("placed", f"{show_bytes(c.placed.pool_bytes)} {text}"))
     return lines
 
 

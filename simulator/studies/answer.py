@@ -15,7 +15,6 @@ from simulator.prediction.step import Prediction
 from simulator.prediction.warnings import provenance, texts
 from simulator.studies.shapes import OverShapes
 from traces.records.measurement import RunFigures
-from traces.records.plan import RESERVED
 from traces.records.trace import Trace
 
 NO_BUDGET: Final = "without a budget nothing bounds the added time from below"
@@ -57,7 +56,7 @@ class Answer:
                 "recomputed_storages": len(c.plan.recomputed),
                 "recipes": c.plan.by_recipe,
                 **_rewritten(c),
-                **_placed(c),
+                **({"ahead_bytes": c.plan.ahead_bytes} if c.plan.ahead_bytes else {}),
                 **planned_peaks(c).parts(),
             },
             **({} if self.shapes is None else {"shapes": self.shapes.to_json()}),
@@ -71,16 +70,6 @@ def _rewritten(c: Prediction) -> dict[str, Any]:
     copied = host_bytes(c.trace, c.plan)
     told = {"rewrites": rewrites, "exactness": c.plan.exactness} if rewrites else {}
     return told | ({"host_bytes": copied} if copied else {})
-
-
-def _placed(c: Prediction) -> dict[str, Any]:
-    """Beside a budget of reserved memory: the pool that would do if addresses were planned offline, and what the plan
-    asks for ahead; else nothing."""
-    if c.plan.budget_of != RESERVED or c.planned_fit.reserved is None:
-        return {}
-    return {"placed": c.placed.to_json()} | (
-        {"ahead_bytes": c.plan.ahead_bytes} if c.plan.ahead_bytes else {}
-    )
 
 
 def refusal(

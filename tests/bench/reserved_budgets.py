@@ -55,7 +55,6 @@ def rows_of(path: Path, shares: list[int], seconds: float, allow: str, gpu: str)
                 "adds_percent": round(found.overhead_percent, 3),
                 "reserved_bytes": found.planned_figures.peak_reserved_bytes,
                 "ahead_bytes": plan.ahead_bytes,
-                "placed_fragments_percent": round(100 * found.placed.fragmentation, 3),
             }
             if gpu and of == "reserved":
                 with tempfile.TemporaryDirectory() as folder:
