@@ -1,28 +1,24 @@
-"""What a plan comes to in the words of other tools: whole layers, a selective-checkpoint policy, torch's own budget.
+"""What a plan comes to in the words of other tools: whole layers, a selective-checkpoint policy.
 
 None of them does what the plan does, so each is counted as it runs itself: the model is checkpointed so, and the
-ordinary loop runs on fake tensors (`tracer.record.untouched`). torch's budget, which is for compiled steps, is replayed
-from what its partitioner saves.
+ordinary loop runs on fake tensors (`tracer.record.untouched`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pprint import pformat
 from typing import Any, Final
 
 from simulator.core.problem import Problem
 from simulator.planners.segments import block_paths
-from simulator.studies.torch_budget import plans
 from tracer.record.step import recorded_again
 from traces.errors import PlanError
 from traces.records.plan import Plan
-from traces.records.saved_sets import SavedSets
 from traces.units import show_bytes
 
-BUDGETS: Final = tuple(k / 10 for k in range(11))  # what torch is asked for
 EVERY: Final = (1, 2, 3, 4)  # layers of which one is checkpointed
 Saved = Mapping[str, Mapping[str, tuple[int, ...]]]  # block -> op -> which of its calls there are saved
 
@@ -85,12 +81,11 @@ class Exports:
     policy: str  # the file
 
 
-def exports(plan: Plan, model: str = "", *, torch_budget: bool = True) -> Exports:
+def exports(plan: Plan, model: str = "") -> Exports:
     """Count what each export of a plan needs.
 
     Args:
         model: build this instead of what the plan names.
-        torch_budget: whether to ask torch's partitioner, too.
 
     Raises:
         PlanError: the plan has rewrites; the model has no repeated blocks, is another than the plan's, or its step
@@ -129,8 +124,6 @@ def exports(plan: Plan, model: str = "", *, torch_budget: bool = True) -> Export
         every: Saved = {path: {} for k, path in enumerate(blocks) if k % n == 0}
         setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(every)}"
         rows.append(row("layers", setting, _counted(draft, every)[0]))
-    if torch_budget:
-        rows.append(_budgets(draft, problem, row, budget))
     policy = FILE.format(
         model=trace.meta.model,
         peak=show_bytes(peak),
@@ -197,20 +190,3 @@ def _counted(draft: Any, saved: Saved) -> tuple[int, set[str]]:
     if not peak:
         raise PlanError("what this model needs when it is checkpointed cannot be counted here.")
     return peak, found
-
-
-def _budgets(draft: Any, problem: Problem, row: Callable[..., Export], budget: int | None) -> Export:
-    """torch's largest budget whose plan keeps to ours, or if none does, the one with the lowest peak."""
-    from tracer.record.torch_budget import Setting, saved_set
-
-    sets = [saved_set(draft.program, Setting(budget=b), draft.graph_ops) for b in BUDGETS]
-    made = plans(
-        problem, SavedSets(trace=problem.trace.meta, source="", capture_seconds=0.0, sets=tuple(sets))
-    )
-    fitting = [p for p in made if budget is not None and p.timeline.peak_allocated_bytes <= budget]
-    best = max(fitting, key=lambda p: p.choice.settings["budget"], default=None) or min(
-        made, key=lambda p: p.timeline.peak_allocated_bytes
-    )
-    wrong = "" if best.choice.valid else "wrong gradients as torch runs it: random ops run again"
-    setting = f"torch._functorch.config.activation_memory_budget = {best.choice.settings['budget']:g}"
-    return row("activation_memory_budget", setting, best.timeline.peak_allocated_bytes, wrong)

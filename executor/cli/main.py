@@ -154,12 +154,11 @@ def _check_trusted(plan: Path, model: str, trust: bool) -> None:
 @click.argument("plan", type=click.Path(path_type=Path))
 @MODEL
 @TRUST
-@click.option("--torch-budget/--no-torch-budget", default=True, help="Ask torch's partitioner, too.")
 @click.option(
     "-o", "--output", type=OutputFile(), help="Write the selective-checkpoint policy as a Python file."
 )
 @commands.json_option
-def export(plan: Path, model: str, trust: bool, torch_budget: bool, output: Path | None, out: Output) -> None:
+def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output) -> None:
     """What PLAN comes to for those who keep their tools, each with the peak that it is predicted to need itself."""
     from dataclasses import asdict
 
@@ -170,7 +169,7 @@ def export(plan: Path, model: str, trust: bool, torch_budget: bool, output: Path
     _check_trusted(plan, model, trust)
     given = Plan.load(plan)
     with stdout_free(out.as_json):
-        made = exports(given, model, torch_budget=torch_budget)
+        made = exports(given, model)
     if output is not None:
         write_text(output, made.policy)
     lines = [

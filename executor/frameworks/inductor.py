@@ -11,7 +11,7 @@ writes it again in the plan's order, with what runs again in backward before its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -28,18 +28,16 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from simulator.planners import DEFAULT
 from simulator.planners.outcome import Infeasible, finish, refuse
-from simulator.studies.torch_budget import actions_for
 from tracer.api import GPU_UNKNOWN
 from tracer.costs.profiles import board_of
 from tracer.record.compiled import FORWARD_TAGS, ORIGINAL, WHERE, compiled_program, trace_of
 from tracer.record.program import Program
-from tracer.record.torch_budget import Joint, Setting, saved_set
+from tracer.record.torch_budget import Joint, SavedSet, Setting, saved_set
 from tracer.torch_api import CustomPartitionerFn, current_compile_id, default_partition, get_hash_for_files
 from traces.devices import device as device_entry
 from traces.errors import SpecError
 from traces.provenance import own_files
 from traces.records.plan import ALLOCATED, SAVE, Action, Plan
-from traces.records.saved_sets import SavedSet
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
@@ -124,7 +122,9 @@ class PlanPartitioner(CustomPartitionerFn):
         trace = trace_of(program, device_entry((board_of(gpu) or GPU_UNKNOWN) if gpu else "cpu"), kind)
         problem = Problem(trace)
         torchs_own = _torchs_own(program, gm, joint_inputs, **kwargs)
-        torch_peak = problem.replay(actions_for(problem, torchs_own)).timeline.peak_allocated_bytes
+        torch_peak = problem.replay(
+            _actions(problem, torchs_own.saved, torchs_own.recomputed)
+        ).timeline.peak_allocated_bytes
         limit = parse_budget(self.budget, torch_peak)
         plan = self._plan(problem, limit)
         if plan.predicted["plan"]["peak_allocated_bytes"] > limit and not is_share:
@@ -199,10 +199,21 @@ def _once(problem: Problem, plan: Plan) -> tuple[Action, ...]:
     steps = zip(schedule.binds, schedule.recompute, strict=True)
     again = {s for bound, rerun in steps if rerun for s in bound}
     saved = {a.storage for a in plan.actions if a.recipe == SAVE} | {*problem.candidates} - again
-    return actions_for(problem, SavedSet(
-        label="partition", settings={}, solve_seconds=0.0, saved=tuple(sorted(saved)),
-        recomputed=tuple(sorted(again)), recomputed_ops=0, random_again=(),
-    ))  # fmt: skip
+    return _actions(problem, saved, again)
+
+
+def _actions(problem: Problem, saved: Collection[int], again: Collection[int]) -> tuple[Action, ...]:
+    """A plan that saves these storages and computes those again."""
+    links = [
+        s
+        for s, op in enumerate(problem.trace.storages.producer)
+        if 0 <= op < problem.forward_end and not problem.saved_by_default[s] and not problem.pinned[s]
+    ]
+    return (
+        *(Action(storage=s) for s in problem.candidates if s not in saved),
+        *(Action(storage=s, recipe=SAVE) for s in links if s in saved),
+        *(Action(storage=s) for s in links if s in again and s not in saved and problem.rebuildable[s]),
+    )
 
 
 def _torchs_own(

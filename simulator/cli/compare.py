@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 @click.option("--planners", help="Which, with commas (default: all of `simulate planners`).")
 @search_options
 @device_options
-@click.option(
-    "--saved",
-    type=click.Path(path_type=Path),
-    help="Also torch's activation_memory_budget, from what tests.bench.baselines.torch_budget wrote.",
-)
 @output_options
 def compare_command(
     trace_name: str,
@@ -36,7 +30,6 @@ def compare_command(
     planners: str | None,
     planning: Words,
     memory: Words,
-    saved: Path | None,
     out: Output,
 ) -> None:
     """Set the planners side by side on one trace and budget.
@@ -49,11 +42,6 @@ def compare_command(
     check_budget(budget)
     names = chosen_planners(planners)
     found = api.compare(trace_name, budget, names, progress=out.say, name=trace_name, **planning, **memory)
-    if saved is not None:
-        from simulator.studies.torch_budget import entrants
-        from traces.records.saved_sets import SavedSets
-
-        found = found.with_entrants(entrants(found, SavedSets.load(saved)))
     if out.report is not None:
         from simulator.report.plans import write_comparison
 

@@ -29,7 +29,7 @@ from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.loop_peaks import LoopPeaks, untouched_peaks
-from simulator.studies.torch_budget import TorchPlan, plans
+from tests.bench.baselines.saved_sets import TorchPlan, plans
 from tests.bench.recorded import ask_torch
 from tracer import trace
 from traces.errors import EnvironmentProblem, LowtideError
@@ -148,8 +148,8 @@ def _highest(found: Any) -> dict[str, int]:
 def budgeted(row: Mapping[str, Any]) -> dict[str, Any]:
     """What torch saves under its activation_memory_budget, replayed; and our plan with the same peak.
 
-    Counts and ignores: as `simulator.studies.torch_budget`. Of both plans the peak less what is resident; the gradients
-    of the step before, which lie there in their loop, are resident too.
+    Counts and ignores: as `tests.bench.baselines.saved_sets`. Of both plans the peak less what is resident; the
+    gradients of the step before, which lie there in their loop, are resident too.
     """
     problem = step_of(row["build"], row["gpu"])
     resident = problem.trace.resident_bytes

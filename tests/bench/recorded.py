@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from traces.records.saved_sets import SavedSets
+from tests.bench.baselines.saved_sets import SavedSets
 from traces.records.store import load, save
 from traces.records.trace import VIEW, WORKSPACE, Trace
 

@@ -33,7 +33,7 @@ from simulator.core.schedule import build
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import percent
 from simulator.planners.segments import OUTSIDE, actions_for, block_segments
-from simulator.studies.torch_budget import plans
+from tests.bench.baselines.saved_sets import SavedSets, plans
 from tests.bench.recorded import (
     CACHE,
     a100_times,
@@ -46,7 +46,6 @@ from tests.bench.recorded import (
 )
 from traces.errors import BudgetError
 from traces.records.plan import SAVE
-from traces.records.saved_sets import SavedSets
 from traces.records.trace import Trace
 
 MODELS: dict[str, dict[str, Any]] = {

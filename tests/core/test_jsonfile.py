@@ -11,10 +11,9 @@ from simulator.studies.sweep import Sweep
 from traces.errors import LowtideError
 from traces.records.measurement import Measurement
 from traces.records.plan import Plan
-from traces.records.saved_sets import SavedSets
 
 
-@pytest.mark.parametrize("record", [Plan, Measurement, SavedSets, Sweep])
+@pytest.mark.parametrize("record", [Plan, Measurement, Sweep])
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff", "NaN", "3", "[]", "null"])
 def test_what_is_no_record_is_refused_in_words(record: Any, text: str, tmp_path: Path) -> None:
     path = tmp_path / "record.json"

@@ -16,7 +16,6 @@ from traces.files import parquet as tables
 from traces.records import device_profile as profile
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import SAVE, Action, Plan
-from traces.records.saved_sets import SavedSet, SavedSets
 from traces.records.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS
 from traces.records.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace, TraceMeta
 
@@ -125,13 +124,6 @@ def test_every_key_of_a_plan_is_documented() -> None:
     )
     data = plan.to_json()
     assert {*data} | {k for a in data["actions"] for k in a} <= {*rows(text)}
-
-
-def test_every_key_of_saved_sets_is_documented() -> None:
-    text = section(FORMATS, "Saved sets")
-    assert {f.name for f in fields(SavedSet)} <= {*rows(text)}
-    empty = SavedSets(trace=small_trace().meta, source="torch", capture_seconds=0.0)
-    assert {*empty.to_json()} <= {*rows(text)}
 
 
 def measurement() -> Measurement:

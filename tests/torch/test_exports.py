@@ -92,7 +92,7 @@ def every(n: int) -> Callable[[nn.Module], Any]:
 
 def test_exports_run_as_they_are_counted(plan: Plan) -> None:
     build = load_spec("net.py:build")
-    made = exports(plan, torch_budget=False)
+    made = exports(plan)
     Path("sac.py").write_text(made.policy)
     eager, eager_bytes = ran(build, lambda model: None)
     found = {"policy": ran(build, runpy.run_path("sac.py")["apply"])}
@@ -116,10 +116,10 @@ def test_the_command_writes_the_policy_and_says_each_peak(plan: Plan) -> None:
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
     kinds = [e["kind"] for e in answer["exports"]]
-    assert kinds == ["policy", *["layers"] * 4, "activation_memory_budget"]
+    assert kinds == ["policy", *["layers"] * 4]
     assert all(e["peak_bytes"] > 0 for e in answer["exports"])
     assert Path("sac.py").read_text() == answer["policy"]
-    told = CliRunner().invoke(execute, ["export", "plan.json", "--trust", "--no-torch-budget"]).stdout
+    told = CliRunner().invoke(execute, ["export", "plan.json", "--trust"]).stdout
     assert "every_n_layers=2" in told
 
 

@@ -15,15 +15,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.studies.torch_budget import plans  # noqa: E402
 from tests.bench.baselines import torch_budget as command  # noqa: E402
-from tests.core.test_torch_budget import links, sets_of  # noqa: E402
+from tests.bench.baselines.saved_sets import SavedSets, plans  # noqa: E402
+from tests.tiny import fwd  # noqa: E402
+from tests.tiny import trace as tiny_trace  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.record.torch_budget import Setting, saved_set  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem  # noqa: E402
-from traces.records.saved_sets import SavedSets  # noqa: E402
 from traces.records.store import save  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -118,7 +118,8 @@ def test_the_replay_runs_as_many_ops_again_as_torchs_backward(build_file: Path) 
     before = str(r.program.captured.graph_module.graph)
     for budget in (0.0, 0.2, 0.5):
         found = saved_set(r.program, Setting(budget=budget), r.graph_ops)
-        (p,) = plans(Problem(r.trace), sets_of(r.trace, found))
+        sets = SavedSets(trace=r.trace.meta, source="torch", capture_seconds=1.0, sets=(found,))
+        (p,) = plans(Problem(r.trace), sets)
         assert p.timeline.recomputed_ops == found.recomputed_ops > 0
     assert str(r.program.captured.graph_module.graph) == before
 
@@ -144,7 +145,7 @@ def test_the_command_asks_torch_and_checks_the_graph(build_file: Path, tmp_path:
     [(["--budgets", "2"], "shares between 0 and 1"), (["--solvers", "best"], "no solver 'best'")],
 )
 def test_the_command_refuses_what_torch_does_not_know(tmp_path: Path, words: list[str], says: str) -> None:
-    directory = save(links(), tmp_path / "t")
+    directory = save(tiny_trace([fwd({"a": 8}, "w")], {"w": 8}), tmp_path / "t")
     result = CliRunner().invoke(command.main, [str(directory), *words])
     assert result.exit_code == 2
     assert says in result.stderr

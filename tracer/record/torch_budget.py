@@ -17,7 +17,7 @@ compute in forward, and save, what autograd computes in backward without the gra
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from tracer.capture.passes.dropout import merged_dropout
 from tracer.record.program import Program, is_random
 from tracer.torch_api import OpOverload, functorch_config, min_cut_rematerialization_partition, pytree
 from traces.errors import CaptureError
-from traces.records.saved_sets import SavedSet
 from traces.records.trace import VIEW
 
 aten = torch.ops.aten
@@ -41,6 +40,25 @@ class Setting:
 
     budget: float  # between 0 and 1
     solver: str = "dp"  # or "ilp", which needs scipy, or "greedy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSet:
+    """One choice of the other system. Storages and ops by their ids in the trace."""
+
+    label: str  # a name for this choice, such as `dp-0.5`
+    settings: Mapping[str, Any]  # what it was asked for, such as budget and solver
+    solve_seconds: float  # for this choice alone, the capture of the graph left out
+    saved: tuple[int, ...]  # storages that forward makes and keeps for backward
+    recomputed: tuple[int, ...]  # storages that forward makes and backward makes again
+    recomputed_ops: int  # ops of forward, views left out, that its backward runs again
+    # Of these, the ops that draw new random numbers: its gradients are wrong then.
+    random_again: tuple[int, ...]
+
+    @property
+    def valid(self) -> bool:
+        """Whether the other system would compute the gradients of the step as it is."""
+        return not self.random_again
 
 
 def saved_set(

@@ -2,8 +2,8 @@
 
 python -m tests.bench.baselines.torch_budget TRACE [--budgets 0.1,0.5] [--solvers dp,greedy] [-o FILE] [--json]
 
-The model is built and captured again without running it, and has to be the trace's. `simulate compare --saved FILE`
-makes plans of what this writes and says what they really need.
+The model is built and captured again without running it, and has to be the trace's. `saved_sets.plans` makes plans of
+what this writes, which say what torch's choice really needs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import click
 
+from tests.bench.baselines.saved_sets import SavedSets
 from traces.commands import DefaultGroup, Output, OutputFile, answer_options, stdout_free
 from traces.errors import EnvironmentProblem, PlanError, SpecError
-from traces.records.saved_sets import SavedSets
 from traces.records.store import load
 from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes

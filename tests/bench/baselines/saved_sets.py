@@ -1,9 +1,8 @@
-"""Plans from what torch's activation_memory_budget saves, as rows of a comparison.
+"""Plans from what torch's activation_memory_budget saves, replayed.
 
-torch itself runs elsewhere (`tests.bench.baselines.torch_budget`); here its saved sets are read and replayed. A plan
-made so saves what torch saves, storage by storage, and shares everything that is recomputed, as torch's backward graph
-does: each op runs again at most once, just before the first backward op that needs it, and its value stays until its
-last use.
+A plan made so saves what torch saves, storage by storage, and shares everything that is recomputed, as torch's backward
+graph does: each op runs again at most once, just before the first backward op that needs it, and its value stays until
+its last use.
 
 Differences from what torch would run: a value that Lowtide may not compute twice (the output of a random op, say) is
 saved, so the plan's gradients are right also where torch's are not; and a storage that torch saves through one of its
@@ -12,18 +11,36 @@ views counts as saved for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Final
 
 from simulator.core.problem import Problem
 from simulator.core.replay import Timeline
 from simulator.planners.outcome import finish
-from simulator.studies.comparison import Comparison, Entrant
+from tracer.record.torch_budget import SavedSet
 from traces.errors import PlanError
+from traces.files.json_records import Form, JsonRecord
 from traces.records.plan import SAVE, Action, Plan
-from traces.records.saved_sets import SavedSet, SavedSets
+from traces.records.trace import TraceMeta
 
 UNLIMITED_BYTES: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSets(JsonRecord):
+    """What torch chose for one trace, under several budgets."""
+
+    form: ClassVar = Form(
+        name="saved sets",
+        version_key="saved_version",
+        version=1,
+        advice="make them with `python -m tests.bench.baselines.torch_budget TRACE -o FILE`",
+        error=PlanError,
+    )
+    trace: TraceMeta
+    source: str  # the other system, in words
+    capture_seconds: float  # to build and capture the graph, once for all sets
+    sets: tuple[SavedSet, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,32 +93,4 @@ def actions_for(problem: Problem, choice: SavedSet) -> tuple[Action, ...]:
     again = frozenset(choice.recomputed)
     out += [Action(storage=s, recipe=SAVE) for s in links if s in saved]
     out += [Action(storage=s) for s in links if s in again and s not in saved and problem.rebuildable[s]]
-    return tuple(out)
-
-
-def entrants(comparison: Comparison, sets: SavedSets) -> tuple[Entrant, ...]:
-    """torch's plans as rows of a comparison; budgets for which torch makes the same plan share a row.
-
-    A plan whose gradients torch would get wrong does not count as feasible, whatever its peak. Raises PlanError if the
-    sets are of another trace.
-    """
-    same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TorchPlan]] = {}
-    for p in plans(comparison.problem, sets):
-        same.setdefault((p.choice.saved, p.choice.recomputed), []).append(p)
-    out = []
-    for group in same.values():
-        first = group[0]
-        notes = []
-        if not first.choice.valid:
-            again = len(first.choice.random_again)
-            notes.append(
-                f"wrong gradients as torch runs it ({again} random ops again); replayed with them kept"
-            )
-        if len(group) > 1:
-            notes.append("the same plan for " + ", ".join(p.choice.label for p in group[1:]))
-        name, seconds = f"torch {first.choice.label}", first.choice.solve_seconds
-        row = comparison.judged(name, first.plan, seconds, peer=True, message="; ".join(notes))
-        if not first.choice.valid:
-            row = replace(row, feasible=False, gap_points=None)
-        out.append(row)
     return tuple(out)
