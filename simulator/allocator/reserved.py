@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any
-
-import numpy as np
 
 from simulator.allocator.caching import Allocator, AllocatorFigures, Block
 from simulator.allocator.requests import Requests, requests_of
-from simulator.allocator.settings import OLDER_BLOCK, AllocatorSettings
+from simulator.allocator.settings import AllocatorSettings
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 
@@ -143,24 +140,6 @@ def _played(
     held: dict[int, list[Block]] = {}
     for k, asked in enumerate(iterations):
         yield _play(asked if k or asked.first is None else asked.first, allocator, held, first=not k)
-
-
-def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
-    """Settings as `kernels.best_fit` takes them: a row of RULES, and the divisions of each interval.
-
-    Counts: that without a recording, and with nothing given back, older segments have lower addresses.
-    """
-    from simulator.kernels.best_fit import MOST, RULES
-
-    rules = np.zeros(1, RULES)
-    rules["max_split"] = min(settings.max_split_bytes, MOST)
-    rules["max_non_split_rounding"] = settings.max_non_split_rounding_bytes
-    rules["large_segment"] = settings.large_segment_bytes
-    rules["expandable"] = settings.expandable_segments
-    rules["ahead"] = settings.ahead_bytes
-    rules["older_first"] = settings.ties == OLDER_BLOCK
-    rules["divisions"] = any(d > 1 for d in settings.roundup_divisions)
-    return rules, np.array(settings.roundup_divisions, np.int64)
 
 
 def _play(

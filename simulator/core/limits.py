@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from simulator.kernels.clock import now
@@ -49,10 +49,15 @@ class Limits:
 
     seconds: float = 5.0
     seed: int = 0
+    until: float = math.inf  # of `now`: no later than that, however many seconds are left
 
     def clock(self) -> Clock:
-        """A clock that starts now and runs for `seconds`."""
-        return Clock(deadline=now() + self.seconds)
+        """A clock that starts now and runs for `seconds`, or `until` then."""
+        return Clock(deadline=min(now() + self.seconds, self.until))
+
+    def together(self) -> Limits:
+        """The same for several plans, which all together take no more than `seconds` from now on."""
+        return replace(self, until=self.clock().deadline)
 
 
 DEFAULTS: Final = Limits()

@@ -66,6 +66,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     Raises:
         BudgetError: none was found.
     """
+    limits = limits.together()
     swapped, recipes = taken(problem)
     if recipes and problem.saved.timeline.peak_allocated_bytes > budget_bytes:
         with contextlib.suppress(BudgetError):

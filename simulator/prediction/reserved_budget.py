@@ -1,9 +1,7 @@
 """The plan for a budget of reserved memory, and the allocator settings under which it keeps to it.
 
-A plan for so many allocated bytes reserves more, by what the allocator cannot use. So the settings are tried with the
-cheapest plan that could do; under the ones that reserve least the planner is asked for smaller and smaller allocated
-peaks until the allocator stays within the limit; and from the plans found on the way walks look for a cheaper one that
-reserves less (`simulator.planners.squeezing`).
+A plan for so many allocated bytes reserves more, by what the allocator cannot use. So the planner is asked for smaller
+and smaller allocated peaks until the allocator stays within the limit, under the settings that reserve least.
 """
 
 from __future__ import annotations
@@ -14,25 +12,19 @@ from typing import Final
 
 from simulator.allocator.caching import SMALL_SEGMENT_BYTES
 from simulator.allocator.device_fit import Setting, asking_ahead, device_fit
-from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
-from simulator.planners import DEFAULT, plan_with
+from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.planners.squeezing import squeezed
 from traces.errors import BudgetError
 from traces.records.plan import Plan
 from traces.units import show_bytes
 
-SHARES: Final = 4  # a planner's time, where several plans are made for one budget
+SHARES: Final = 4  # of the time, one for each plan as long as there is some left
 ATTEMPTS: Final = 6  # plans that are made at most for one budget of reserved memory
 STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
 CLOSE: Final = 400  # stop when the highest budget that may do is within 1/400 of the one that did
 LEAST_FALL: Final = 200  # it falls by 1/200 at least
-# Walks begin at so many of the plans, and at one within the limit, or once more at the first.
-STARTS: Final = 2
-SIMILAR: Final = 1.02  # they look under the most welcome setting too where it reserves so much at most
-WALK: Final = 0.3  # how long one is, in shares of the time
 MUCH: Final = 1 << 40  # more than any step takes
 
 
@@ -56,13 +48,14 @@ def plan_within_reserved(
     """The cheapest plan found whose reserved memory is within the limit; of equally dear ones the leanest.
 
     Args:
+        limits: for all plans that are made on the way together.
         settings: those that may be taken, the most welcome first.
         limit_bytes: of reserved memory.
 
     Raises:
         BudgetError: no plan was found within the limit.
     """
-    share = replace(limits, seconds=limits.seconds / SHARES)
+    share = replace(limits.together(), seconds=limits.seconds / SHARES)
     own = settings[0].settings
     # Where no settings can be chosen under which segments grow, one segment that is large enough does as well.
     ahead = len(settings) == 1 and own is not None and not own.expandable_segments
@@ -81,18 +74,6 @@ def plan_within_reserved(
     tried, why = lower_until_within(
         lambda budget_bytes: judged(plan_with(planner, problem, budget_bytes, share)), limit_bytes
     )
-    if planner == DEFAULT and tried[0].reserved_bytes > limit_bytes:
-        starts = _starts(problem, tried, limit_bytes)
-        first, welcome = starts[0], settings[0]
-        near = _reserved_bytes(problem, first.plan, welcome) <= SIMILAR * first.reserved_bytes
-        under = (first.setting, welcome) if near else (first.setting,)
-        for setting in dict.fromkeys((starts[-1].setting, first.setting) if ahead else under):
-            assert setting.settings is not None
-            walks = squeezed(
-                problem, planner, [t.plan for t in starts], limit_bytes, setting.settings,
-                seconds=WALK * limits.seconds, seed=limits.seed, clock=limits.clock(),
-            )  # fmt: skip
-            tried += map(judged, walks)
     within = [t for t in tried if t.reserved_bytes <= limit_bytes]
     if not within:
         raise _none_within_reserved(limit_bytes, min(tried, key=lambda t: t.reserved_bytes), why)
@@ -161,16 +142,6 @@ def lower_until_within(
         else:
             budget = (low + high) // 2
     return tried, why
-
-
-def _starts(problem: Problem, tried: Sequence[Tried], limit_bytes: int) -> list[Tried]:
-    """The plans that cost least, if what they exceed the limit by costs twice what the bound says of its last byte; and
-    the cheapest within the limit, or the first once more."""
-    bound = bounder_of(problem).bound(limit_bytes)
-    price = 2 * bound.price_ns / bound.price_bytes
-    order = sorted(tried, key=lambda t: _cost(t.plan) + price * max(0, t.reserved_bytes - limit_bytes))
-    last = next((t for t in order if t.reserved_bytes <= limit_bytes), order[0])
-    return [*order[:STARTS], last]
 
 
 def _cost(plan: Plan) -> float:

@@ -15,15 +15,16 @@ from simulator import api
 from simulator.allocator.device import CONTEXT_BYTES, DeviceMemory, device_memory
 from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, setting_of, settings_to_try
 from simulator.allocator.reserved import reserved_peak
-from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
+from simulator.allocator.settings import parse_alloc_conf
 from simulator.cli.main import main
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
+from simulator.kernels.clock import now
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.planners.squeezing import squeezed
+from simulator.prediction import reserved_budget
 from simulator.prediction.reserved_budget import ATTEMPTS, Tried, lower_until_within
 from simulator.prediction.step import Prediction, predict, untouched_fit, untouched_peak_bytes
 from simulator.prediction.warnings import risk_bytes, texts, unknown_ops
@@ -336,27 +337,6 @@ def test_a_gpu_that_is_named_means_reserved_memory(network: Path, cpu_network: P
     assert api.plan(load(network), "80%", device="a100-40", planner="mu-two").budget_of == RESERVED
 
 
-def test_walks_end_within_the_limit(network: Path) -> None:
-    """From a plan that reserves too much, for as many allocated bytes as the limit."""
-    problem = Problem(load(network))
-    whole = reserved_peak(problem, problem.saved.schedule).peak_reserved_bytes
-    limit = whole * 6 // 10
-    start = plan_with("mu-two", problem, limit)
-    assert reserved_peak(problem, problem.replay(start.actions).schedule).peak_reserved_bytes > limit
-    found = squeezed(
-        problem, "search", [start], limit, AllocatorSettings(), seconds=3.0, seed=0, clock=Limits().clock()
-    )
-    assert found
-    for plan in found:
-        schedule = problem.replay(plan.actions).schedule
-        assert reserved_peak(problem, schedule).peak_reserved_bytes <= limit
-        assert plan.predicted["plan"]["peak_allocated_bytes"] <= limit
-    again = squeezed(
-        problem, "search", [start], limit, AllocatorSettings(), seconds=3.0, seed=0, clock=Limits().clock()
-    )
-    assert again == found
-
-
 def made(reserves: Callable[[int], int], least: int = 0) -> Any:
     """Makes plans that remember their budget and for which the allocator reserves `reserves(budget)`; and what it was
     asked."""
@@ -583,3 +563,20 @@ def test_what_the_untouched_loop_asks_decides_what_it_reserves() -> None:
 def test_requests_that_cannot_be(block: Any, nbytes: Any, once: Any) -> None:
     with pytest.raises(ValueError, match="cannot ask"):
         Untouched(block=block, nbytes=nbytes, once=once, phase=(FORWARD,) * len(block))
+
+
+def test_all_plans_for_one_budget_share_its_time(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are tried, and each with and without what comes at no cost: none begins a time of its own."""
+    ends: list[float] = []
+
+    def planned(planner: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
+        ends.append(replace(limits, seconds=100.0).clock().deadline)
+        return plan_with("mu-two", problem, budget_bytes, limits)
+
+    monkeypatch.setattr(reserved_budget, "plan_with", planned)
+    whole = saved(load(network)).saved_figures.peak_reserved_bytes
+    latest = now() + 7.0
+    api.plan(load(network), (whole or 0) * 6 // 10, budget_of=RESERVED, seconds=7.0, alloc_conf="")
+    assert len(ends) > 1
+    assert len(set(ends)) == 1
+    assert latest <= ends[0] <= latest + 5.0
