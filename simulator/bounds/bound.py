@@ -43,33 +43,24 @@ how tight it is, not whether it holds.
 Assumed of a plan, and true of all that `schedule.build` makes: ops run first in the order of the trace, only ops of
 forward run again. A plan that reorders is not bound by this. What waits in host memory comes back at no time here.
 
-From the best instant the bound goes on to what must run again more than once, because little can be in memory at a
-time: `bounds.working_sets`.
-
 Counts: at each instant, all that is in memory whatever the plan (parameters, gradients, temporaries of eager code,
 the op's own reads, outputs and workspace), and each op that must then run again, once. Ignores: the memory that
-recomputations themselves take, recomputations before the instant, running one op twice (but see
-`bounds.working_sets`), and that a storage is saved whole or not at all.
+recomputations themselves take, recomputations before the instant, running one op twice, and that a storage is saved
+whole or not at all. So near the floor it is far below what the best plan adds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from simulator.bounds.instants import TURN, Floor, Instants
-from simulator.bounds.lowest import above, lowest
-from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
 from simulator.core.swaps import relaxed
 
-TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"
 TOO_LITTLE = "leaves too little for the rest, which must be computed again"
 NOTHING = "no instant shows that anything must be computed again"
-NEAR: Final = 9 / 8  # of the floor: a budget below that is worth the time that the close floor takes
-NO_WAY = "no plan fits: what backward reads cannot be brought together, op after op, in so little memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,33 +130,12 @@ class Bounder:
         problem = relaxed(problem)
         self.trace = problem.trace
         self.instants = Instants(problem)
-        self._working_sets = WorkingSets(self.instants)
         self._known: dict[int, Bound] = {}  # by budget
-        self._below: dict[int, bool] = {}  # by budget
-        self._open: set[int] = set()  # budgets
 
-    @cached_property
+    @property
     def floor(self) -> Floor:
-        """A peak that no plan can go below, quickly found."""
-        return lowest(self.instants)
-
-    @cached_property
-    def close_floor(self) -> Floor:
-        """The highest such peak that a second or less shows."""
-        return max(self.floor, lowest(self.instants, close=True), key=lambda floor: floor.peak_bytes)
-
-    def below_floor(self, budget_bytes: int) -> bool:
-        """Whether no plan can be within the budget, as far as the floors show."""
-        if budget_bytes not in self._below:
-            near = above(self.instants, int(budget_bytes / NEAR))
-            closely = (False,) if budget_bytes in self._open else (False, True)
-            searches = (above(self.instants, budget_bytes, close=close) for close in closely)
-            self._below[budget_bytes] = near and any(searches)
-        return self._below[budget_bytes]
-
-    def leave_open(self, budget_bytes: int) -> None:
-        """Do not look closely at the floor for a budget: that of a step which needs more leaves a plan possible."""
-        self._open.add(budget_bytes)
+        """A peak that no plan can go below."""
+        return self.instants.floor
 
     def shown_ns(self, budget_bytes: int, but: Collection[str]) -> int:
         """What the instants looked at so far show, but for ops of these names; 0 if none fits at one."""
@@ -183,15 +153,14 @@ class Bounder:
         return most_ns
 
     def bound(self, budget_bytes: int) -> Bound:
-        """What `at_instants` says, and what working sets cost after the best of these."""
+        """The best over the turn and the instants worth a look."""
         if budget_bytes not in self._known:
             self._known[budget_bytes] = self._found(budget_bytes)
         return self._known[budget_bytes]
 
-    def at_instants(self, budget_bytes: int) -> Bound:
-        """The best over the turn and the instants worth a look."""
-        if self.below_floor(budget_bytes):
-            return self._infeasible(budget_bytes, self.close_floor.op, self.close_floor.peak_bytes)
+    def _found(self, budget_bytes: int) -> Bound:
+        if budget_bytes < self.floor.peak_bytes:
+            return self._infeasible(budget_bytes, self.floor.op, self.floor.peak_bytes)
         best, at = (0, 0, 1), TURN
         for op in self.instants.overfull(budget_bytes):
             instant = self.instants.at(op)
@@ -203,20 +172,6 @@ class Bounder:
                 best, at = found, op
         reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING
         return self._bound(budget_bytes, at, best, reason)
-
-    def _found(self, budget_bytes: int) -> Bound:
-        bound = self.at_instants(budget_bytes)
-        if not bound.feasible or max(self.instants.peaks, default=0) <= budget_bytes:
-            return bound
-        at, price = bound.op, (bound.price_ns, bound.price_bytes)
-        if at < self.instants.turn:  # working sets are followed back to the turn
-            at, price = TURN, (self.instants.at(TURN).added(budget_bytes) or (0, *price))[1:]
-        added_time_ns = self._working_sets.added_ns(budget_bytes, at, *price)
-        if added_time_ns is None:
-            return replace(bound, feasible=False, added_time_ns=0, overhead_percent=0.0, reason=NO_WAY)
-        if added_time_ns <= bound.added_time_ns:
-            return bound
-        return self._bound(budget_bytes, at, (added_time_ns, *price), TWICE)
 
     def carry(self, bound: Bound, budget_bytes: int) -> Bound:
         """A bound for a larger budget, as one for a smaller budget."""

@@ -76,8 +76,6 @@ class Floor:
     resident_bytes: int  # of the peak: parameters, buffers, optimizer state, inputs
     gradient_bytes: int  # of the peak: gradients and other storages that no plan can free by then
     working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
-    # The working bytes are what bringing back the op's inputs takes, before it runs.
-    brings_back: bool = False
 
 
 class Instants:
@@ -161,8 +159,7 @@ class Instants:
 
         Counts: resident storages; storages alive at that instant that are no candidates and that backward or a hold
         still needs; the op's own reads, outputs and workspace. Ignores: the working set of recomputation chains, and
-        non-candidates that only chains need; so the best possible plan may lie above it. `simulator.bounds.lowest`
-        goes on from here.
+        non-candidates that only chains need; so the best possible plan may lie above it.
         """
         resident, sts = self.trace.resident_bytes, self.trace.storages
         peak = max(resident, max(self.unavoidable_bytes, default=0))

@@ -120,7 +120,7 @@ class Search:
         self.nbytes = np.array(trace.storages.nbytes, np.int64)
         self.last_forward = np.array(self.evaluator.last_forward, np.int64)
         self.evaluations = 0
-        self.hopeless = bounder_of(problem).below_floor(budget_bytes)
+        self.hopeless = budget_bytes < bounder_of(problem).floor.peak_bytes
         self.clock = clock or Limits(seconds=float("inf")).clock()
 
     def walk(self, state: State) -> tuple[int, int, int, int]:

@@ -115,12 +115,11 @@ def refuse(
 ) -> Infeasible:
     """The error that says why a budget cannot be met, and what to do."""
     trace = problem.trace
-    least = bounder_of(problem).close_floor
+    least = bounder_of(problem).floor
     parts = (
         f"{show_bytes(least.resident_bytes)} resident (parameters, optimizer state, buffers, inputs), "
         f"{show_bytes(least.gradient_bytes)} gradients and values that must stay, "
-        f"{show_bytes(least.working_bytes)} "
-        + ("to bring back what that op reads" if least.brings_back else "read, made and used by that op")
+        f"{show_bytes(least.working_bytes)} read, made and used by that op"
     )
     if budget_bytes < least.peak_bytes:
         verdict = f"No plan can stay within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"

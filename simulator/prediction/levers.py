@@ -83,7 +83,6 @@ class Changed:
     rewrites: tuple[Rewrite, ...]
     problem: Problem
     bound: Bound
-    close: bool = True  # whether the bound counts working sets, too
 
     @property
     def least_ns(self) -> int:
@@ -114,13 +113,9 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     )
 
 
-def _changed(
-    problem: Problem, rewrites: tuple[Rewrite, ...], budget_bytes: int, *, close: bool = True
-) -> Changed:
+def _changed(problem: Problem, rewrites: tuple[Rewrite, ...], budget_bytes: int) -> Changed:
     step = draft_problem(problem, rewrites)
-    bounder = bounder_of(step)
-    bound = bounder.bound(budget_bytes) if close else bounder.at_instants(budget_bytes)
-    return Changed(rewrites=rewrites, problem=step, bound=bound, close=close)
+    return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(budget_bytes))
 
 
 def ops_take_ns(problem: Problem, rewrites: tuple[Rewrite, ...]) -> int:
@@ -166,12 +161,10 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST, 0
-            if any(x.bound.feasible and set(x.rewrites) < set(rewrites) for x in tried.values()):
-                bounder_of(q).leave_open(budget_bytes)
-            if bounder_of(q).below_floor(budget_bytes):
+            if budget_bytes < bounder_of(q).floor.peak_bytes:
                 impossible[rewrites] = _floor(problem, rewrites)
                 return worth(rewrites)
-            made = tried[rewrites] = _changed(problem, rewrites, budget_bytes, close=False)
+            made = tried[rewrites] = _changed(problem, rewrites, budget_bytes)
             best_ns = min(best_ns, made.least_ns) if made.bound.feasible else best_ns
         x = tried[rewrites]
         if x.bound.feasible:
@@ -205,13 +198,13 @@ def _search(
 
 def _look_closely(
     problem: Problem,
-    step: Changed | Slower,
+    step: Slower,
     budget_bytes: int,
     steps: list[Changed | Slower],
     promise: Callable[[Changed | Slower], tuple[int, ...]],
     best_ns: int = MOST,
 ) -> None:
-    """Put a step among others by all that its bound counts, unless no plan of it is possible, or below `best_ns`."""
+    """Put a step among others by its bound, unless no plan of it is possible, or below `best_ns`."""
     draft = draft_problem(problem, step.rewrites)
     enough_ns = best_ns - draft.trace.time_ns
     if best_ns < MOST and bounder_of(draft).quick_ns(budget_bytes, enough_ns) >= enough_ns:
@@ -222,10 +215,11 @@ def _look_closely(
 
 
 def _in_order(problem: Problem, steps: list[Changed | Slower], budget_bytes: int) -> list[Changed | Slower]:
-    """Steps by rising bound, the first of which has been looked at closely."""
+    """Steps by rising bound, the first of which has one."""
     steps.sort(key=_promise)
-    while steps and not (isinstance(steps[0], Changed) and steps[0].close):
-        _look_closely(problem, steps.pop(0), budget_bytes, steps, _promise)
+    while steps and isinstance(first := steps[0], Slower):
+        del steps[0]
+        _look_closely(problem, first, budget_bytes, steps, _promise)
     return steps
 
 
@@ -449,7 +443,7 @@ def plan_with_levers(
             continue
         if step.least_ns >= of_kinds.get(kinds, MOST) - close_ns:
             continue
-        if isinstance(step, Slower) or not step.close:
+        if isinstance(step, Slower):
             best_ns = MOST if best is None else _time_ns(best)
             _look_closely(problem, step, budget_bytes, steps, promise, best_ns)
             continue

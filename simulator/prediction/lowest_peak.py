@@ -27,7 +27,7 @@ ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 def with_lowest_peak(problem: Problem, refusal: Infeasible, limits: Limits) -> Infeasible:
     """The refusal of `search`, or the same with a lower peak; one of a budget that is not below the floor as it is."""
     known, budget_bytes = refusal.figures["lowest_peak_bytes"], refusal.figures["budget_bytes"]
-    floor_bytes = bounder_of(problem).close_floor.peak_bytes
+    floor_bytes = bounder_of(problem).floor.peak_bytes
     if not budget_bytes < floor_bytes < known:
         return refusal
     ev = evaluator_of(problem)

