@@ -15,7 +15,6 @@ from simulator.allocator.replay.recording import (
     Event,
     Recording,
     SegmentState,
-    own_remainders,
     place_blocks,
     running_reserved,
 )
@@ -34,14 +33,15 @@ def read(name: str) -> Recording:
     rows, segments, blocks = (table.to_pylist() for table in tables)
     meta = {k.decode(): v.decode() for k, v in (tables[0].schema.metadata or {}).items()}
     events = tuple(Event(row["action"], row["address"], row["size_bytes"], row["stream"]) for row in rows)
-    states = [SegmentState(small=row.pop("small_pool"), **row) for row in segments]
-    in_use = [BlockState(**row, requested_bytes=row["size_bytes"], sure=False) for row in blocks]
+    pools = {True: "small", False: "large"}
+    states = [SegmentState(segment_type=pools[row.pop("small_pool")], **row) for row in segments]
+    in_use = [BlockState(**row, requested_bytes=row["size_bytes"]) for row in blocks]
     settings = AllocatorSettings(ties=LOWEST_ADDRESS)
     peak, final = running_reserved(states, events)
     return Recording(
         source=name,
         device=0,
-        start=own_remainders(place_blocks(states, in_use, name), events, settings.max_split_bytes),
+        start=place_blocks(states, in_use, name, settings.max_split_bytes),
         events=events,
         settings=settings,
         peak_reserved_bytes=int(meta.get("peak_reserved_bytes", peak)),

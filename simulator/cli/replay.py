@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,8 +40,8 @@ def replay_command(
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
     from simulator.allocator.device import size_of
+    from simulator.allocator.replay.recording import read_recording
     from simulator.allocator.replay.replay import replay
-    from simulator.allocator.replay.snapshot import read_recording
     from simulator.allocator.settings import parse_alloc_conf
 
     memory_bytes = None if device_memory is None else size_of("--device-memory", device_memory)
@@ -54,34 +54,28 @@ def replay_command(
     for note in source.notes:
         out.say(f"note: {note}")
     out.say(f"replaying {len(source.events)} events")
-    same = replay(source)
-    rows: dict[str, Replay] = {}
+    runs = {"replayed": replay(source)}
     if settings is not None or memory_bytes is not None:
-        rows["as_recorded_from_scratch"] = replay(source, from_scratch=True)
-        rows["what_if"] = replay(source, settings, memory_bytes, from_scratch=True)
-    out.show(
-        lambda: _answer(source, same, rows, alloc_conf, memory_bytes), lambda: _table(source, same, rows)
-    )
-    if "what_if" in rows and (reason := rows["what_if"].out_of_memory) is not None:
+        runs["as_recorded_from_scratch"] = replay(source, from_scratch=True)
+        runs["what_if"] = replay(source, settings, memory_bytes, from_scratch=True)
+    said = {"alloc_conf": alloc_conf, "device_memory_bytes": memory_bytes}
+    out.show(lambda: {**_answer(source, runs), **said}, lambda: _table(source, runs))
+    if "what_if" in runs and (reason := runs["what_if"].out_of_memory) is not None:
         raise Refused(reason, 1)
 
 
-def _figures(result: Replay) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
-        **asdict(result.figures),
-        "fragmentation_percent": 100 * result.fragmentation,
-        "segment_requests": len(result.segment_requests),
-        "out_of_memory": result.out_of_memory,
-    }
-
-
-def _answer(
-    source: Recording, same: Replay, rows: dict[str, Replay], alloc_conf: str | None, memory_bytes: int | None
-) -> dict[str, Any]:
-    recorded = source.peak_reserved_bytes
+def _answer(source: Recording, runs: dict[str, Replay]) -> dict[str, Any]:
+    recorded, same = source.peak_reserved_bytes, runs["replayed"]
     error = same.figures.peak_reserved_bytes - recorded
+    figures = {
+        name: {
+            **asdict(run.figures),
+            "fragmentation_percent": 100 * run.fragmentation,
+            "segment_requests": len(run.segment_requests),
+            "out_of_memory": run.out_of_memory,
+        }
+        for name, run in runs.items()
+    }
     return {
         "recording": source.source,
         "device": source.device,
@@ -93,38 +87,27 @@ def _answer(
             "final_allocated_bytes": source.final_allocated_bytes,
             "segment_requests": len(source.segment_requests),
         },
-        "replayed": _figures(same),
         "reserved_error_bytes": error,
         "reserved_error_percent": 100 * error / recorded if recorded else None,
         "same_segment_requests": same.segment_requests == source.segment_requests,
-        "same_address_percent": 100 * same.address_share,
+        "same_address_percent": same.same_address_percent,
         "unknown_frees": same.unknown_frees,
-        "microseconds_per_pair": same.microseconds_per_pair,
-        "alloc_conf": alloc_conf,
-        "device_memory_bytes": memory_bytes,
-        **{name: _figures(result) for name, result in rows.items()},
+        "microseconds_per_pair": 1e6 * same.seconds / max(1, same.allocations),
+        **figures,
     }
 
 
-def _table(source: Recording, same: Replay, rows: dict[str, Replay]) -> str:
+def _table(source: Recording, runs: dict[str, Replay]) -> str:
     from simulator.show.tables import table
 
-    recorded = source.peak_reserved_bytes
-    shown = {
-        "replayed": same,
-        "replayed, packed anew": rows.get("as_recorded_from_scratch"),
-        "what if, packed anew": rows.get("what_if"),
-    }
-    what: list[tuple[str, Replay | None]] = [("recorded", None), *((n, r) for n, r in shown.items() if r)]
+    recorded, same = source.peak_reserved_bytes, runs["replayed"]
+    names = ("replayed", "replayed, packed anew", "what if, packed anew")
+    rows: list[tuple[str, Replay | None]] = [("recorded", None), *zip(names, runs.values(), strict=False)]
     lines = table(
-        what,
+        rows,
         (
             ("", "", lambda row: row[0]),
-            (
-                "peak reserved",
-                "bytes",
-                lambda row: row[1].figures.peak_reserved_bytes if row[1] else recorded,
-            ),
+            ("peak reserved", "bytes", lambda r: r[1].figures.peak_reserved_bytes if r[1] else recorded),
             ("peak allocated", "bytes", lambda row: row[1] and row[1].figures.peak_allocated_bytes),
             ("fragmentation", "share", lambda row: row[1] and 100 * row[1].fragmentation),
             ("new segments", "count", lambda row: len((row[1] or source).segment_requests)),
@@ -134,11 +117,10 @@ def _table(source: Recording, same: Replay, rows: dict[str, Replay]) -> str:
     agree = "the same" if same.segment_requests == source.segment_requests else "other"
     lines.append(
         f"Replayed − recorded: {error:+,} bytes reserved; {agree} segment requests; "
-        f"{100 * same.address_share:.1f} % of {same.allocations} blocks at the recorded address."
+        f"{same.same_address_percent:.1f} % of {same.allocations} blocks at the recorded address."
     )
-    if rows:
-        before = rows["as_recorded_from_scratch"].figures.peak_reserved_bytes
-        after = rows["what_if"].figures.peak_reserved_bytes
+    if "what_if" in runs:
+        before, after = (r.figures.peak_reserved_bytes for r in list(runs.values())[1:])
         lines.append(
             f"What if: {after - before:+,} bytes reserved. Both are packed anew: the blocks that existed at first are "
             "asked for again, because the recorded segments came about under the recorded settings."

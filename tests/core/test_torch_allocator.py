@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import gzip
 import pickle
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simulator.allocator.caching import Allocator, Block, OutOfMemory
+from simulator.allocator.replay.recording import read_recording, recording_from_snapshot
 from simulator.allocator.replay.replay import replay
-from simulator.allocator.replay.snapshot import read_recording, recording_from_snapshot
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from tests.streams import StreamAllocator
 from traces.errors import TraceError
@@ -127,8 +126,14 @@ def test_the_versions_take_different_blocks() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_recordings_replay_to_torchs_own_figures(version: str) -> None:
+    replayed, refused = 0, set[str]()
     for p in programs(version):
-        recording = recording_from_snapshot(p["snapshot"], f"seed {p['seed']}")
+        try:
+            recording = recording_from_snapshot(p["snapshot"], f"seed {p['seed']}")
+        except TraceError:
+            refused.add(p["conf"])
+            continue
+        replayed += 1
         result = replay(recording)
         where = (p["seed"], p["conf"])
         assert recording.settings.ties == as_in(recording.settings, version).ties, where
@@ -137,42 +142,11 @@ def test_recordings_replay_to_torchs_own_figures(version: str) -> None:
         assert result.figures.peak_requested_bytes == p["peaks"]["requested"], where
         assert result.segment_requests == recording.segment_requests, where
         assert result.same_addresses == result.allocations, where
-        if not any("1 MiB behind them" in n for n in recording.notes):
+        if not recording.notes:
             assert result.figures.peak_allocated_bytes == p["peaks"]["allocated"], where
             assert result.figures.peak_active_bytes == p["peaks"]["active"], where
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_history_cut_anywhere_has_the_peak_from_there(version: str) -> None:
-    """As with max_entries: only the last events are kept, also in the middle of a request."""
-    rng = random.Random(0)
-    for p in programs(version):
-        snapshot = p["snapshot"]
-        events = snapshot["device_traces"][0]
-        cut = rng.randrange(len(events) - 20)
-        now = peak = sum(s["total_size"] for s in snapshot["segments"])
-        for e in reversed(events[cut:]):
-            if e["action"] in ("segment_alloc", "segment_map"):
-                now -= e["size"]
-            elif e["action"] in ("segment_free", "segment_unmap"):
-                now += e["size"]
-            peak = max(peak, now)
-        snapshot["device_traces"][0] = events[cut:]
-        recording = recording_from_snapshot(snapshot, "cut")
-        result = replay(recording)
-        assert recording.peak_reserved_bytes == peak, (p["seed"], cut)
-        assert result.figures.peak_reserved_bytes == peak, (p["seed"], cut)
-        assert result.segment_requests == recording.segment_requests, (p["seed"], cut)
-
-
-def test_what_a_cut_history_does_not_hold_is_said() -> None:
-    said = [
-        n
-        for p in programs("2.13.0")
-        for n in recording_from_snapshot(p["snapshot"], "s").notes
-        if "1 MiB behind them" in n
-    ]
-    assert said
+    assert replayed >= 20
+    assert all("expandable_segments" in conf for conf in refused)
 
 
 def test_private_pools_are_refused() -> None:

@@ -65,13 +65,11 @@ def _bounded_memory(more_bytes: int) -> Iterator[None]:
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        bound = pages * resource.getpagesize() + more_bytes
-        if soft != resource.RLIM_INFINITY:
-            bound = min(bound, soft)
-        resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
-    except (ImportError, OSError, ValueError, IndexError):
+    except (ImportError, OSError, ValueError):
         yield
         return
+    bound = pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (bound if soft < 0 else min(bound, soft), hard))
     try:
         yield
     finally:

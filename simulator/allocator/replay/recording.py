@@ -1,55 +1,79 @@
-"""A recording of a real GPU's allocator, and what its addresses tell of the state that it began in."""
+"""A recording of a real GPU's allocator, as torch.cuda.memory._dump_snapshot() writes it, and the state it began in.
+
+A snapshot shows the allocator at the end, and what happened before. The state at the beginning follows by going back:
+blocks allocated meanwhile were not there, blocks freed meanwhile were, as large as their requests rounded.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Final, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args
+
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import replace as with_fields
 
 from simulator.allocator.caching import SMALL_SEGMENT_BYTES
-from simulator.allocator.settings import MIB, AllocatorSettings
-from traces.errors import TraceError
+from simulator.allocator.replay.pickles import load_plain
+from simulator.allocator.settings import (
+    INTERVALS,
+    LOWEST_ADDRESS,
+    MIB,
+    OLDER_BLOCK,
+    OLDER_SEGMENT,
+    AllocatorSettings,
+    parse_alloc_conf,
+    round_up,
+)
+from traces.errors import LowtideError, TraceError
 
 Action = Literal[
-    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap"
 ]  # fmt: skip
 GETS: Final = ("segment_alloc", "segment_map")  # from the driver
 GIVES_BACK: Final = ("segment_free", "segment_unmap")
+FOLLOWS: Final = {"alloc": "free_completed", "free_requested": "alloc", "free_completed": "free_requested"}
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+POOL: Final = (0, 0)  # torch's own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockState:
-    """A block as a snapshot shows it."""
+class BlockState(Struct, frozen=True, rename={"size_bytes": "size", "requested_bytes": "requested_size"}):
+    """A block of a segment."""
 
-    address: int
-    size_bytes: int
-    requested_bytes: int
-    pending: bool = False  # freed, but another stream still uses it
-    sure: bool = True  # whether the size was seen, or follows from the request
+    size_bytes: Natural
+    address: Natural | None = None  # None: behind the block before
+    requested_bytes: Natural | None = None
+    state: str = "active_allocated"  # or "inactive", or freed while another stream still uses it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentState:
-    """A segment as a snapshot shows it; what its blocks do not cover is free."""
+class SegmentState(Struct, frozen=True, rename={"size_bytes": "total_size", "expandable": "is_expandable"}):
+    """A segment, or mapped pages that follow each other; what its blocks do not cover is free."""
 
-    address: int
-    size_bytes: int
-    small: bool
-    stream: int = 0
-    expandable: bool = False
+    address: Natural
+    size_bytes: Natural
     blocks: tuple[BlockState, ...] = ()
+    segment_type: str = "large"  # or "small": its pool
+    stream: Natural = 0
+    expandable: bool = False
+    device: int = 0
+    segment_pool_id: tuple[int, int] = POOL
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened."""
+class Event(Struct, frozen=True, rename={"size_bytes": "size", "address": "addr"}):
+    """One thing that happened; sizes as requested for blocks, as obtained for segments."""
 
     action: Action
-    address: int
-    size_bytes: int  # as requested for blocks, as obtained for segments
-    stream: int
+    address: Natural
+    size_bytes: Natural
+    stream: Natural = 0
+
+
+class _Snapshot(Struct, frozen=True):
+    segments: list[SegmentState]
+    device_traces: list[list[Any]]
+    allocator_settings: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +84,7 @@ class Recording:
     device: int
     start: tuple[SegmentState, ...]
     events: tuple[Event, ...]
-    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
+    settings: AllocatorSettings
     peak_reserved_bytes: int
     final_reserved_bytes: int
     final_allocated_bytes: int | None = None  # None: not recorded
@@ -72,204 +96,194 @@ class Recording:
         return tuple(e.size_bytes for e in self.events if e.action in GETS)
 
 
+def read_recording(path: str | Path, device: int | None = None) -> Recording:
+    """Read a snapshot of a device, by default of the first that recorded anything. Raises TraceError: no such file,
+    damaged, hostile, foreign, or without the events of that device.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TraceError(f"{path}: no such recording; name a file of torch.cuda.memory._dump_snapshot().")
+    return recording_from_snapshot(load_plain(path), str(path), device)
+
+
+def recording_from_snapshot(data: Any, source: str, device: int | None = None) -> Recording:
+    """Build a recording. Raises TraceError: not a snapshot, no events of that device, or events that contradict the
+    final state.
+    """
+    try:
+        snapshot = convert(data, _Snapshot)
+        device, rows = _rows(snapshot.device_traces, source, device)
+        events = convert(rows, tuple[Event, ...])
+    except (ValidationError, UnicodeError) as error:
+        raise TraceError(
+            f"{source}: not a memory snapshot, or damaged ({error}); make one with "
+            "torch.cuda.memory._dump_snapshot(path), in torch 2.1 or newer."
+        ) from None
+    final = [s for s in snapshot.segments if s.device == device]
+    if private := {s.segment_pool_id for s in final} - {POOL}:
+        raise TraceError(
+            f"{source}: {len(private)} private pools (of CUDA graphs, or a MemPool) are in use, and only torch's own "
+            "pool is simulated; record without them."
+        )
+    settings, notes = _settings(snapshot.allocator_settings)
+    newest = (
+        isinstance(snapshot.allocator_settings, dict) and "max_cached_size" in snapshot.allocator_settings
+    )
+    older = OLDER_SEGMENT if newest else OLDER_BLOCK  # events name their pool from torch 2.12 on
+    settings = replace(settings, ties=older if any("pool_id" in row for row in rows) else LOWEST_ADDRESS)
+    held = {b.address or 0: b for s in final for b in _held(s, source)}
+    start = _rewind(
+        {s.address: with_fields(s, blocks=()) for s in final}, dict(held), events, settings, source
+    )
+    if any(s.blocks for s in start):
+        notes.append(
+            "the history begins when blocks were in use already; the sizes of those that were freed later follow from "
+            "what was asked for, so the replay may differ. Record from before the first allocation to have it exact"
+        )
+    peak, end = running_reserved(start, events)
+    in_use = sum(b.size_bytes for b in held.values() if b.state == "active_allocated")
+    return Recording(
+        source=source, device=device, start=start, events=events, settings=settings, peak_reserved_bytes=peak,
+        final_reserved_bytes=end, final_allocated_bytes=in_use, notes=tuple(notes),
+    )  # fmt: skip
+
+
 def running_reserved(start: Sequence[SegmentState], events: Sequence[Event]) -> tuple[int, int]:
     """The peak and the last value of reserved bytes that the segment events spell out."""
     now = peak = sum(s.size_bytes for s in start)
     for e in events:
-        if e.action in GETS:
-            now += e.size_bytes
-            peak = max(peak, now)
-        elif e.action in GIVES_BACK:
-            now -= e.size_bytes
+        now += e.size_bytes * ((e.action in GETS) - (e.action in GIVES_BACK))
+        peak = max(peak, now)
     return peak, now
 
 
-def own_remainders(
-    segments: Sequence[SegmentState], events: Sequence[Event], max_split_bytes: int
-) -> tuple[SegmentState, ...]:
-    """Give each block the rest behind it that the allocator did not split off.
-
-    In the large pool nothing of up to 1 MiB stands alone, and blocks from `max_split_bytes` on are never split. Where
-    more than 1 MiB is free behind a block, part of it may still be the block's own: whoever is first to get memory
-    there gets the beginning of the free block, and so shows where that is.
-    """
-    first_touch = _first_touches(segments, events)
-
-    def whole(b: BlockState, end: int) -> BlockState:
-        own = first_touch.get(b.address, b.address + b.size_bytes)
-        if end - (b.address + b.size_bytes) <= MIB or b.size_bytes >= max_split_bytes:
-            own = end
-        return replace(b, size_bytes=own - b.address)
-
-    return tuple(
-        s if s.small or s.expandable else replace(s, blocks=tuple(whole(b, end) for b, end in with_ends(s)))
-        for s in segments
-    )
-
-
-def with_ends(segment: SegmentState) -> list[tuple[BlockState, int]]:
-    """Each block with where the next one, or the segment's end, begins."""
-    after = [*(b.address for b in segment.blocks), segment.address + segment.size_bytes][1:]
-    return list(zip(segment.blocks, after, strict=True))
-
-
-def _first_touches(segments: Sequence[SegmentState], events: Sequence[Event]) -> dict[int, int]:
-    """By address of a block: where within 1 MiB behind it the first allocation landed while it was there."""
-    spaces = sorted(
-        (b.address + b.size_bytes, min(end, b.address + b.size_bytes + MIB + 1), b.address)
-        for s in segments
-        if not s.small and not s.expandable
-        for b, end in with_ends(s)
-        if end > b.address + b.size_bytes
-    )
-    starts = [start for start, _, _ in spaces]
-    open_blocks = {at for _, _, at in spaces}
-    out: dict[int, int] = {}
-    for e in events:
-        if e.action == "free_requested":
-            open_blocks.discard(e.address)
-        elif e.action == "alloc":
-            k = bisect_right(starts, e.address) - 1
-            if k >= 0 and e.address < spaces[k][1] and spaces[k][2] in open_blocks:
-                out[spaces[k][2]] = e.address
-                open_blocks.discard(spaces[k][2])
-    return out
-
-
 def place_blocks(
-    segments: Sequence[SegmentState], blocks: Sequence[BlockState], source: str
+    segments: Sequence[SegmentState], blocks: Sequence[BlockState], source: str, max_split_bytes: int
 ) -> tuple[SegmentState, ...]:
-    """Put blocks into the segments that hold their addresses; raises TraceError if they do not fit or overlap."""
+    """Put blocks into the segments that hold their addresses. Raises TraceError if they do not fit or overlap.
+
+    In the large pool nothing of up to 1 MiB stands alone, and blocks from `max_split_bytes` on are never split: there
+    the rest behind a block is its own.
+    """
     ordered = sorted(segments, key=lambda s: s.address)
     starts = [s.address for s in ordered]
     inside: list[list[BlockState]] = [[] for _ in ordered]
-    for before, after in pairwise(ordered):
-        if before.address + before.size_bytes > after.address:
-            raise TraceError(f"{source}: the segments at {before.address} and {after.address} overlap.")
-    for b in sorted(blocks, key=lambda b: b.address):
-        k = bisect_right(starts, b.address) - 1
-        if not b.size_bytes:
-            raise TraceError(f"{source}: the block at {b.address} is empty; the file is damaged or foreign.")
-        if k < 0 or b.address + b.size_bytes > ordered[k].address + ordered[k].size_bytes:
+    ends = [min(s.address + s.size_bytes, *starts[k + 1 : k + 2], 1 << 64) for k, s in enumerate(ordered)]
+    for b in sorted(blocks, key=lambda b: -(b.address or 0)):
+        at = b.address or 0
+        k = bisect_right(starts, at) - 1
+        room = ends[k] - at if k >= 0 else 0
+        if not 0 < b.size_bytes <= room:
             raise TraceError(
-                f"{source}: the block of {b.size_bytes} bytes at {b.address} lies in no segment; record again from "
-                "before the first allocation."
+                f"{source}: the block of {b.size_bytes} bytes at {at} lies in no segment, or in another block; record "
+                "again from before the first allocation."
             )
-        if inside[k] and inside[k][-1].address + inside[k][-1].size_bytes > b.address:
-            raise TraceError(f"{source}: the blocks at {inside[k][-1].address} and {b.address} overlap.")
-        inside[k].append(b)
-    return tuple(replace(s, blocks=tuple(held)) for s, held in zip(ordered, inside, strict=True))
+        s, ends[k] = ordered[k], at
+        own = not s.expandable and s.segment_type != "small"
+        own = own and (room - b.size_bytes <= MIB or b.size_bytes >= max_split_bytes)
+        inside[k].insert(0, with_fields(b, size_bytes=room) if own else b)
+    return tuple(with_fields(s, blocks=tuple(held)) for s, held in zip(ordered, inside, strict=True))
 
 
-# Whose the pages of expandable segments are: which stream's, which pool's. An unmap names its stream and not its pool.
-# What tells the pool: the small pool maps one page of 2 MiB at a time, the large one whole pages of
-# `large_segment_size_mb`, which are longer; and no block of up to 1 MiB is in the large pool.
+def _rows(traces: list[list[Any]], source: str, device: int | None) -> tuple[int, list[Any]]:
+    """The device, and its events of the kinds that matter here; others are markers, and whatever comes later."""
+    recorded = [k for k, t in enumerate(traces) if t]
+    if device is None:
+        device = recorded[0] if recorded else 0
+    if device not in recorded:
+        has = f"devices {', '.join(map(str, recorded))} have" if recorded else "no device has"
+        raise TraceError(
+            f"{source}: device {device} recorded no events ({has}); call torch.cuda.memory._record_memory_history() "
+            "before the part of the program that matters."
+        )
+    rows = convert(traces[device], list[dict[str, Any]])
+    if not (known := [row for row in rows if row.get("action") in get_args(Action)]):
+        raise TraceError(
+            f"{source}: none of the {len(rows)} events is an allocation or a free; record again."
+        )
+    return device, known
 
 
-class _Part(NamedTuple):
-    """Mapped pages that follow each other in one range."""
-
-    start: int
-    end: int
-    stream: int
-    small: bool | None  # None: not known yet
-
-    def touches(self, other: _Part) -> bool:
-        return self.stream == other.stream and self.start <= other.end and other.start <= self.end
-
-
-class Pages:
-    """The mapped parts of expandable ranges, as intervals that grow and shrink."""
-
-    def __init__(self, segments: Iterable[SegmentState], large_page_bytes: int) -> None:
-        self.large_page_bytes = large_page_bytes
-        self.parts: list[_Part] = []  # by address
-        for s in segments:
-            if s.expandable:
-                self._insert(_Part(s.address, s.address + s.size_bytes, s.stream, s.small))
-
-    def take_out(self, start: int, size_bytes: int) -> set[tuple[bool | None, int]]:
-        """These pages are not mapped; returns whose they were."""
-        end = start + size_bytes
-        kept: list[_Part] = []
-        owners: set[tuple[bool | None, int]] = set()
-        for p in self.parts:
-            if p.end <= start or p.start >= end:
-                kept.append(p)
-                continue
-            owners.add((p.small, p.stream))
-            if p.start < start:
-                kept.append(p._replace(end=start))
-            if p.end > end:
-                kept.append(p._replace(start=end))
-        self.parts = kept
-        return owners
-
-    def put_in(self, start: int, size_bytes: int, stream: int, small: bool | None = None) -> None:
-        """These pages are mapped, of a pool that is not known unless said."""
-        if small is None and size_bytes % self.large_page_bytes:
-            small = True
-        self._insert(_Part(start, start + size_bytes, stream, small))
-
-    def learn(self, address: int, small: bool) -> None:
-        """What is at this address belongs to the small or the large pool."""
-        k = bisect_right(self.parts, address, key=lambda p: p.start) - 1
-        if k >= 0 and address < self.parts[k].end and self.parts[k].small is None:
-            self._insert(self.parts.pop(k)._replace(small=small))
-
-    def segments(self) -> list[SegmentState]:
-        """As a snapshot shows them. What nothing tells apart is taken to be the large pool's."""
-        return [
-            SegmentState(
-                address=p.start,
-                size_bytes=p.end - p.start,
-                small=bool(p.small),
-                stream=p.stream,
-                expandable=True,
-            )
-            for p in self.parts
-        ]
-
-    def _insert(self, part: _Part) -> None:
-        """Put a part in, merged with those that it touches; what one of them is, all are."""
-        while True:
-            k = bisect_right(self.parts, part.start, key=lambda p: p.start)
-            near = [j for j in (k - 1, k) if 0 <= j < len(self.parts) and self._joins(self.parts[j], part)]
-            if not near:
-                self.parts.insert(k, part)
-                return
-            other = self.parts.pop(near[0])
-            known = part.small if other.small is None else other.small
-            ends = min(part.start, other.start), max(part.end, other.end)
-            part = _Part(*ends, part.stream, known)
-
-    @staticmethod
-    def _joins(a: _Part, b: _Part) -> bool:
-        return a.touches(b) and (a.small is None or b.small is None or a.small == b.small)
+def _settings(data: Any) -> tuple[AllocatorSettings, list[str]]:
+    """What the snapshot says that the allocator's settings were, torch's defaults where it says nothing; and notes."""
+    out, notes = AllocatorSettings(), []
+    if not isinstance(data, dict):
+        return out, ["the snapshot does not say its allocator settings: torch's defaults are assumed"]
+    text = data.get("PYTORCH_CUDA_ALLOC_CONF") or data.get("PYTORCH_ALLOC_CONF")
+    try:
+        out = parse_alloc_conf(text) if isinstance(text, str) else out
+    except LowtideError as error:
+        why = str(error).encode(errors="backslashreplace").decode()
+        notes.append(f"the recorded PYTORCH_ALLOC_CONF is not understood: {why}")
+    split, grows = data.get("max_split_size"), data.get("expandable_segments")
+    if isinstance(split, int) and 0 < split < 1 << 62:
+        out = replace(out, max_split_bytes=split)
+    if isinstance(grows, bool):
+        out = replace(out, expandable_segments=grows)
+    divisions = data.get("roundup_power2_divisions")
+    table = [divisions.get(str(1 << k), 0) for k in range(INTERVALS)] if isinstance(divisions, dict) else [-1]
+    if all(isinstance(d, int) and 0 <= d < 1 << 32 for d in table):
+        out = replace(out, roundup_divisions=tuple(table))
+    return out, notes
 
 
-def is_small_map(size_bytes: int) -> bool:
-    """Whether pages mapped at once are the small pool's."""
-    return size_bytes == SMALL_SEGMENT_BYTES
+def _held(segment: SegmentState, source: str) -> list[BlockState]:
+    """The blocks in use, each with its address and what it asked for."""
+    here, held = segment.address, []
+    for b in segment.blocks:
+        at = here if b.address is None else b.address
+        here = at + b.size_bytes
+        if b.state != "inactive":
+            asked = b.size_bytes if b.requested_bytes is None else b.requested_bytes
+            held.append(with_fields(b, address=at, requested_bytes=asked))
+    if sum(b.size_bytes for b in segment.blocks) != segment.size_bytes:
+        raise TraceError(
+            f"{source}: the blocks of the segment at {segment.address} do not fill its {segment.size_bytes} bytes; "
+            "the file is damaged or foreign."
+        )
+    return held
 
 
-def page_runs(
-    start: Iterable[SegmentState], events: Iterable[Event], large_page_bytes: int
-) -> list[tuple[int, bool, int]]:
-    """The recorded maps that extend the ranges that were there at first: address, small pool or not, and stream.
-
-    A range whose last page is unmapped is given up, and what its pool and stream map later is another one.
-    """
-    pages = Pages(start, large_page_bytes)
-    there = {(p.small, p.stream) for p in pages.parts}
-    out = []
-    for e in events:
-        if e.action == "segment_map":
-            small = is_small_map(e.size_bytes)
-            pages.put_in(e.address, e.size_bytes, e.stream, small)
-            if (small, e.stream) in there:
-                out.append((e.address, small, e.stream))
-        elif e.action == "segment_unmap":
-            owners = pages.take_out(e.address, e.size_bytes)
-            there -= owners - {(p.small, p.stream) for p in pages.parts}
-    return out
+def _rewind(
+    segments: dict[int, SegmentState],
+    held: dict[int, BlockState],
+    events: Sequence[Event],
+    settings: AllocatorSettings,
+    source: str,
+) -> tuple[SegmentState, ...]:
+    """The state before the first event."""
+    later: dict[int, str] = {}
+    for e in reversed(events):
+        at, size = e.address, e.size_bytes
+        if e.action in FOLLOWS:
+            if at in later and FOLLOWS[later[at]] != e.action:
+                raise TraceError(
+                    f"{source}: the block at {at} has the events {e.action} and {later[at]} with nothing between; "
+                    "events are missing. Record without skip_actions."
+                )
+            later[at] = e.action
+        if e.action == "alloc":
+            held.pop(at, None)
+        elif e.action == "free_completed":
+            held[at] = BlockState(round_up(size, settings), at, size, "active_pending_free")
+        elif e.action == "free_requested":
+            known = held.get(at) or BlockState(round_up(size, settings), at, size)
+            held[at] = with_fields(known, state="active_allocated")
+        elif e.action in GIVES_BACK:
+            pool = "small" if size == SMALL_SEGMENT_BYTES else "large"
+            grows = e.action == "segment_unmap"
+            segments[at] = SegmentState(at, size, segment_type=pool, stream=e.stream, expandable=grows)
+        else:
+            for s in [
+                s for s in segments.values() if s.address < at + size and at < s.address + s.size_bytes
+            ]:
+                del segments[s.address]
+                for a, b in ((s.address, at), (at + size, s.address + s.size_bytes)):
+                    if a < b:
+                        segments[a] = with_fields(s, address=a, size_bytes=b - a)
+    if any(s.expandable for s in segments.values()) and any(e.action == "segment_unmap" for e in events):
+        raise TraceError(
+            f"{source}: the history begins when segments that grow were there, and pages of them go back later, which "
+            "does not say whose they were; record from before the first allocation."
+        )
+    return place_blocks(list(segments.values()), list(held.values()), source, settings.max_split_bytes)
