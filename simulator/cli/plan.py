@@ -71,7 +71,6 @@ def plan_command(
     if output is not None:
         refuse_to_replace(output, force)
 
-    from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
     from simulator.prediction.levers import left_out, lower_bound
     from simulator.studies.answer import Answer, refusal
@@ -82,8 +81,6 @@ def plan_command(
     not_used = left_out(problem, api.levers_of(**changes))
     if shapes is not None:
         check_shapes(problem.trace.meta, trace_name, shapes)
-    if planner == DEFAULT and budget is not None:
-        begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     saved = api.simulate(problem, **memory)
     budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
     bound = None if budget_bytes is None else lower_bound(problem, budget_bytes, api.levers_of(**changes))

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from simulator.kernels.compiled import compiled, inner
-from simulator.kernels.records import Choice, Notes, long, table
+from simulator.kernels.records import Choice, long, table
 from simulator.kernels.retain import add_eviction, retain
 from simulator.kernels.walk import replay
 
@@ -308,8 +308,7 @@ def anneal(
     that leads nowhere IDLE in all.
     """
     figures, rng, peaks = w.figures[0], w.rng, work.peak_bytes
-    of_storage, stack = retaining.storages, work.stack
-    unnoted = Notes(stack, stack, stack, stack, stack)
+    of_storage = retaining.storages
     energy = figures.added_ns + price * figures.over_bytes
     enough = figures.moves + least
     while figures.steps < until or figures.moves < enough:
@@ -323,7 +322,7 @@ def anneal(
         if coarse:
             n_evictions = retain(facts, retaining, work, budget_bytes, w.saved, w.evictions)
         choice = Choice(w.saved, w.retained, w.evictions[0, :n_evictions], w.evictions[1, :n_evictions])
-        peak, added, _, walked = replay(facts, choice, work, unnoted, False)
+        peak, added, _, walked = replay(facts, choice, work)
         accepted = False
         if peak < 0:  # a walk that was given up counts as one of forward and backward alone
             walked = facts.ops.shape[0] - 1

@@ -88,16 +88,6 @@ class Work(NamedTuple):
     peak_bytes: Any  # [step], out; of a step that runs again first what it makes
 
 
-class Notes(NamedTuple):
-    """What comes and goes with each step of a walk that is asked to note it."""
-
-    bound: Any  # storages that came back, in the order in which they did
-    bound_at: Any  # [step + 1]: of `bound`
-    going: Any  # [step]: the last note of what goes with it; -1
-    gone: Any  # [note]: a storage,
-    earlier: Any  # and the note before it
-
-
 def steps(room: int, n_ops: int) -> dict[str, Any]:
     """The columns of `Work` that have so many steps, and room for a chain beyond."""
     columns = ("freed_bytes", "taken_bytes", "peak_bytes")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from simulator.kernels.compiled import compiled, inlined, inner
-from simulator.kernels.records import Choice, Notes, Packed, Work, long
+from simulator.kernels.records import Choice, Packed, Work, long
 
 # What `walk` returns in place of a peak.
 FORBIDDEN: Final = -1  # a chain needs an op that may not run again: then the op that demands it, and that op
@@ -62,26 +62,20 @@ def chain(c: int, at: int, present: Any, facts: Any, work: Any, checked: bool) -
 
 
 @inner
-def free(s: int, end: int, takes: Any, facts: Any, work: Any, notes: Any, n: Any, noting: bool) -> Any:
-    """An instance of s goes with that step, whose op takes its memory over if it can and `takes`; how many notes."""
+def free(s: int, end: int, takes: Any, facts: Any, work: Any) -> None:
+    """An instance of s goes with that step, whose op takes its memory over if it can and `takes`."""
     nbytes = facts.storages[s].nbytes
     work.freed_bytes[end] += nbytes
     q = work.op[end]
     if takes and facts.ops[q if q >= 0 else ~q].overwrites == s:
         work.taken_bytes[end] = nbytes
-    if noting and nbytes:
-        notes.gone[n], notes.earlier[n] = s, notes.going[end]
-        notes.going[end] = n
-        n += 1
-    return n
 
 
 @inner
-def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tuple[int, int, int, int]:
+def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
     """(peak, added time, peak step, steps), or (FORBIDDEN, op, op, 0), or (FULL, 0, 0, 0).
 
-    Steps are numbered from the start of forward; `work.op` and `work.peak_bytes` say what each is and its peak, and
-    `notes`, of as many steps, what comes and goes with it; filled only if `noting`.
+    Steps are numbered from the start of forward; `work.op` and `work.peak_bytes` say what each is and its peak.
     """
     forward, ops, storages = facts.forward, facts.ops, facts.storages
     ids = facts.ids
@@ -101,12 +95,6 @@ def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tupl
     for k in range(forward):
         freed[k] = 0
         taken[k] = 0
-    n_bound = n_gone = long(0)
-    if noting:
-        for k in range(notes.going.shape[0]):
-            notes.going[k] = -1
-        for k in range(forward + 1):
-            notes.bound_at[k] = 0
     eviction = 0
     while eviction < n_evictions and evict_at[eviction] < forward:
         present[evicted[eviction]] = 0
@@ -121,10 +109,6 @@ def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tupl
             return FORBIDDEN, ops[c].id, ops[~n_order].id, 0
         if n + n_order >= room:
             return FULL, 0, 0, 0
-        if noting:
-            more = 2 * present.shape[0]
-            if n_bound + more > notes.bound.shape[0] or n_gone + more > notes.gone.shape[0]:
-                return FULL, 0, 0, 0
         after = ops[c].id
         for _ in range(n_order):
             b = ~op[n]
@@ -140,20 +124,15 @@ def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tupl
                 if first_end[x] == NEVER:
                     first_end[x] = last[x]
                 else:
-                    n_gone = free(x, last[x], True, facts, work, notes, n_gone, noting)
+                    free(x, last[x], True, facts, work)
                 last[x] = n
                 present[x] = 1
                 rebuilt[n_rebuilt] = x
                 n_rebuilt += 1
                 made_bytes += storages[x].nbytes
-                if noting:
-                    notes.bound[n_bound] = x
-                    n_bound += 1
             peaks[n] = made_bytes
             freed[n] = taken[n] = 0
             n += 1
-            if noting:
-                notes.bound_at[n] = n_bound
             added_ns += ops[b].time_ns
             rerun_bytes = max(rerun_bytes, ops[b].rerun_bytes)
         step_of[c] = n
@@ -162,8 +141,6 @@ def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tupl
         op[n] = c
         freed[n] = taken[n] = 0
         n += 1
-        if noting:
-            notes.bound_at[n] = n_bound
         for k in range(n_rebuilt):
             if not retained[rebuilt[k]]:
                 present[rebuilt[k]] = 0
@@ -175,7 +152,7 @@ def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tupl
         s = ids[m]
         end = last[s]
         if first_end[s] != NEVER:
-            n_gone = free(s, end, True, facts, work, notes, n_gone, noting)
+            free(s, end, True, facts, work)
             end = first_end[s]
         # Now the instance that forward made.
         takes, hold = True, storages[s].hold
@@ -185,7 +162,7 @@ def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tupl
         elif end < 0:
             end = storages[s].last_forward
             takes = storages[s].forward_take == end
-        n_gone = free(s, end, takes, facts, work, notes, n_gone, noting)
+        free(s, end, takes, facts, work)
 
     transient, adds = facts.transient_bytes, facts.adds_bytes
     live = facts.resident_bytes + rerun_bytes
@@ -220,5 +197,4 @@ def walk(
     work = Work(
         present, last, first_end, demanded, visited, step_of, stack, op, freed_bytes, taken_bytes, peak_bytes
     )
-    stack = work.stack  # nothing is noted
-    return replay(facts, choice, work, Notes(stack, stack, stack, stack, stack), False)
+    return replay(facts, choice, work)

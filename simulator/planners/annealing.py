@@ -16,18 +16,16 @@ Source: Kirkpatrick, Gelatt, Vecchi 1983; the price on violations after Glover's
 from __future__ import annotations
 
 from statistics import median
-from typing import Any, Final, cast
+from typing import Final
 
 import numpy as np
-from numba import typeof
 from numpy.typing import NDArray
 
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
-from simulator.kernels import beside
 from simulator.kernels.anneal import BORDER_AT, FIGURES, KINDS, MOST, VALUE, Moves, Walked, anneal
-from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_rows
+from simulator.kernels.records import pack_rows
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 from simulator.planners.greedy import Found
 
@@ -224,7 +222,6 @@ class Walk:
         """Go on until so many steps have been walked, and at least so many moves made; tells the annealer."""
         annealer, w = self.annealer, self.walked
         before = int(self.figures["best_added_ns"])
-        beside.wait()
         anneal(
             until, least, temperature, price, target_ns, annealer.budget_bytes, self.moves, self.evaluator.facts,
             self.work, w, annealer.retaining, self.coarse,
@@ -247,30 +244,3 @@ def state_of(saved: NDArray[np.uint8], retained: NDArray[np.uint8], pairs: NDArr
     for k, s in pairs.T.tolist():
         evictions[k] = (*evictions.get(k, ()), s)
     return State(saved=saved.copy(), retained=retained.copy(), evictions=evictions)
-
-
-def begin_compiling() -> None:
-    """Have `anneal` compiled beside what comes before it, if it has not been compiled on this machine."""
-    beside.begin(anneal, __name__, compile_kernel.__name__)
-
-
-def compile_kernel() -> None:
-    """Compile `anneal` for what walks give it."""
-    cast(Any, anneal).compile(tuple(typeof(x) for x in example()))
-
-
-def example() -> tuple[Any, ...]:
-    """Arguments of the types that walks give `anneal`."""
-    ids, longs, flags = np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(1, np.uint8)
-    pairs, ops, storages = np.zeros((2, 1), np.int32), np.zeros(1, OP), np.zeros(1, STORAGE)
-    moves = Moves(np.zeros(1, VALUE), ids, ids, ids, np.zeros(1, BORDER_AT), ids, np.zeros(1))
-    best, rng = np.zeros((2, 1), np.uint8), np.zeros(1, np.uint64)
-    walked = Walked(flags, flags, pairs, best, pairs, pairs, pairs, rng, np.zeros(1, FIGURES))
-    return (
-        1, 1, 1.0, 1.0, 1, 1, moves,
-        Packed(1, 1, 1, ops, storages, ids.astype(np.uint32), longs, longs),
-        Work(flags, ids, ids, ids, ids, ids, ids, ids, longs, longs, longs),
-        walked,
-        Retaining(ids, np.zeros(1, OF_OP), np.zeros(1, OF_STORAGE), ids),
-        True,
-    )  # fmt: skip

@@ -24,7 +24,7 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.core.swaps import taken, with_swaps
-from simulator.planners.annealing import Annealer, begin_compiling
+from simulator.planners.annealing import Annealer
 from simulator.planners.cuts import best_cut
 from simulator.planners.greedy import Found, Search, segmented
 from simulator.planners.mu_two import cheapest, tidy
@@ -77,7 +77,6 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
 
 def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
     trace = problem.trace
-    begin_compiling()
     greedy = Search(problem, budget_bytes, limits.clock())
     bound = bounder_of(problem).bound(budget_bytes)
     good_enough_ns = trace.time_ns + bound.added_time_ns + int(CLOSED * trace.time_ns)

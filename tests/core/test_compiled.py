@@ -110,43 +110,6 @@ def test_a_changed_inlined_function_is_compiled_into_the_kept_kernels_anew(tmp_p
     assert says() == "10 0"
 
 
-def test_a_second_process_compiles_what_this_one_will_need(tmp_path: Path) -> None:
-    (tmp_path / "quick.py").write_text(
-        "from simulator.kernels.compiled import compiled\n"
-        "@compiled\ndef twice(x):\n    return 2 * x\n"
-        "def compile_it():\n    twice(1)\n"
-    )
-    code = (
-        "import os, quick; os.cpu_count = lambda: 2\n"
-        "from simulator.kernels import beside\nfrom simulator.kernels.compiled import on_disk\n"
-        "before = on_disk(quick.twice)\n"
-        "beside.begin(quick.twice, 'quick', 'compile_it')\nbeside.wait()\n"
-        "print(before, on_disk(quick.twice), quick.twice(3), sum(quick.twice.stats.cache_hits.values()))"
-    )
-    env = {
-        **os.environ,
-        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "6", "1"]
-
-
-def test_what_kernels_call_is_made_machine_code_with_them() -> None:
-    @compiled.inner
-    def more(x: int) -> int:
-        return x + 1
-
-    @compiled.numba.njit(**compiled.OPTIONS)
-    def twice(x: int) -> int:
-        return 2 * more(x)
-
-    assert twice(3) == 8
-    (made,) = more.overloads.values()
-    assert isinstance(made.library, compiled._Linked)
-    assert made.library._final_module.name not in {m.name for m in made.library._codegen._engine._ee._modules}
-
-
 def test_compiling_is_not_on_the_planners_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "excuse", lambda seconds: excused.append(seconds))
     excused: list[float] = []
