@@ -37,6 +37,7 @@ GIVES_BACK: Final = ("segment_free", "segment_unmap")
 FOLLOWS: Final = {"alloc": "free_completed", "free_requested": "alloc", "free_completed": "free_requested"}
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 POOL: Final = (0, 0)  # torch's own
+MOST_BLOCKS: Final = 1 << 18  # in use at the end; training steps have some ten thousand
 
 
 class BlockState(Struct, frozen=True, rename={"size_bytes": "size", "requested_bytes": "requested_size"}):
@@ -110,6 +111,13 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     """Build a recording. Raises TraceError: not a snapshot, no events of that device, or events that contradict the
     final state.
     """
+    shown = data.get("segments") if isinstance(data, dict) else None
+    held = [s.get("blocks") for s in shown if isinstance(s, dict)] if isinstance(shown, list) else []
+    if (count := len(held) + sum(len(blocks) for blocks in held if isinstance(blocks, list))) > MOST_BLOCKS:
+        raise TraceError(
+            f"{source}: {count:,} segments and blocks are more than a step's snapshot holds ({MOST_BLOCKS:,} at "
+            "most); it is damaged or foreign."
+        )
     try:
         snapshot = convert(data, _Snapshot)
         device, rows = _rows(snapshot.device_traces, source, device)
@@ -131,9 +139,9 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     )
     older = OLDER_SEGMENT if newest else OLDER_BLOCK  # events name their pool from torch 2.12 on
     settings = replace(settings, ties=older if any("pool_id" in row for row in rows) else LOWEST_ADDRESS)
-    held = {b.address or 0: b for s in final for b in _held(s, source)}
+    in_use = {b.address or 0: b for s in final for b in _held(s, source)}
     start = _rewind(
-        {s.address: with_fields(s, blocks=()) for s in final}, dict(held), events, settings, source
+        {s.address: with_fields(s, blocks=()) for s in final}, dict(in_use), events, settings, source
     )
     if any(s.blocks for s in start):
         notes.append(
@@ -141,10 +149,10 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
             "what was asked for, so the replay may differ. Record from before the first allocation to have it exact"
         )
     peak, end = running_reserved(start, events)
-    in_use = sum(b.size_bytes for b in held.values() if b.state == "active_allocated")
+    allocated = sum(b.size_bytes for b in in_use.values() if b.state == "active_allocated")
     return Recording(
         source=source, device=device, start=start, events=events, settings=settings, peak_reserved_bytes=peak,
-        final_reserved_bytes=end, final_allocated_bytes=in_use, notes=tuple(notes),
+        final_reserved_bytes=end, final_allocated_bytes=allocated, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -181,8 +189,10 @@ def place_blocks(
         s, ends[k] = ordered[k], at
         own = not s.expandable and s.segment_type != "small"
         own = own and (room - b.size_bytes <= MIB or b.size_bytes >= max_split_bytes)
-        inside[k].insert(0, with_fields(b, size_bytes=room) if own else b)
-    return tuple(with_fields(s, blocks=tuple(held)) for s, held in zip(ordered, inside, strict=True))
+        inside[k].append(with_fields(b, size_bytes=room) if own else b)
+    return tuple(
+        with_fields(s, blocks=tuple(reversed(held))) for s, held in zip(ordered, inside, strict=True)
+    )
 
 
 def _rows(traces: list[list[Any]], source: str, device: int | None) -> tuple[int, list[Any]]:
