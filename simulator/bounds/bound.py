@@ -58,6 +58,7 @@ from typing import Any
 from simulator.bounds.instants import TURN, Floor, Instants
 from simulator.core.problem import Problem
 from simulator.core.swaps import relaxed
+from traces.units import show_percent
 
 TOO_LITTLE = "leaves too little for the rest, which must be computed again"
 NOTHING = "no instant shows that anything must be computed again"
@@ -75,6 +76,13 @@ class Bound:
     price_ns: int  # the price there is price_ns / price_bytes: what the last byte costs
     price_bytes: int
     reason: str  # in words
+    # Whether it holds only for plans with one of the combinations of rewrites that were tried, or none.
+    tried: bool = False
+
+    def least(self, where: str = "") -> str:
+        """For people: what no plan goes below, and for which plans that is certified."""
+        such = "with the rewrites that were tried " if self.tried else ""
+        return f"no plan {such}{where}adds less than {show_percent(self.overhead_percent)}"
 
     def gap_points(self, step_ns: int, saved_ns: int) -> float | None:
         """By how many percent of the step with everything saved a plan's step takes longer than the bound says.

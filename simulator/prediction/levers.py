@@ -397,16 +397,15 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
 def _lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     best = changed_steps(problem, budget_bytes, levers)[0]
     assert isinstance(best, Changed)
+    rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
+    tried = len({r.storage for r in rewrites}) > 1  # of one stretch, every number of tiles was tried
     if not best.rewrites:
-        return best.bound
+        return replace(best.bound, tried=tried and best.bound.added_time_ns > 0)
     added = best.least_ns - problem.trace.time_ns if best.bound.feasible else 0
     whole = problem.trace.time_ns
     share = percent(added, whole)
-    reason = best.bound.reason
-    rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
-    if len({r.storage for r in rewrites}) > 1:  # of one stretch, every number of tiles was tried
-        reason += "; of the steps as the rewrites that were tried change them"
-    return replace(best.bound, reason=reason, added_time_ns=added, overhead_percent=share)
+    reason = best.bound.reason + "; of the steps as the rewrites that were tried change them" * tried
+    return replace(best.bound, reason=reason, added_time_ns=added, overhead_percent=share, tried=tried)
 
 
 def plan_with_levers(

@@ -13,7 +13,7 @@ from simulator.report.page import Block, Chart, Page, Section, Text, write_page
 from simulator.report.step import about, metadata
 from simulator.studies.comparison import Comparison, ranked
 from simulator.studies.pareto import Front
-from traces.units import bytes_unit, show_bytes, show_percent, show_time
+from traces.units import bytes_unit, show_bytes, show_time
 
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
 
@@ -81,9 +81,7 @@ def write_levers(path: str | Path, found: Study) -> Path:
 def comparison_in_words(found: Comparison) -> str:
     """The question, and what no plan can beat."""
     saved, bound = found.saved.timeline, found.bound
-    least = (
-        f"no plan adds less than {show_percent(bound.overhead_percent)}" if bound.feasible else bound.reason
-    )
+    least = bound.least() if bound.feasible else bound.reason
     return (
         f"{found.trace_name}: budget {show_bytes(found.budget_bytes)} of "
         f"{show_bytes(saved.peak_allocated_bytes)}, step {show_time(saved.step_time_ns)}; bound: {least}"

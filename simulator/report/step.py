@@ -119,10 +119,8 @@ def in_words(found: Answer) -> list[tuple[str, str]]:
             ),
         ]
         if found.bound is not None and found.gap_points is not None:
-            such = "with such rewrites " if len(plan.rewrites) > 1 else ""
-            least = show_percent(found.bound.overhead_percent)
-            text = f"no plan {such}for this budget adds less than {least}; this one is within {found.gap_points:.2f}"
-            lines.append(("bound", f"{text} points of it"))
+            within = f"this one is within {found.gap_points:.2f} points of it"
+            lines.append(("bound", f"{found.bound.least('for this budget ')}; {within}"))
     else:
         lines.append(("time", show_time(after.step_time_ns)))
     return [*lines, *_reserved(c), *_device(c)]

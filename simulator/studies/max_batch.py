@@ -248,7 +248,7 @@ class _Search:
         if not bound.feasible:
             return none, SLIGHTLY
         if least > price:
-            why = f"no plan adds less than {least:.2f} %"
+            why = bound.least()
             return replace(none, overhead_percent=least, message=why), _over(least, price)
         of, setting = RESERVED if request.device.kind == CUDA else ALLOCATED, self.setting(problem.trace)
         try:

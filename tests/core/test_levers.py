@@ -35,6 +35,7 @@ from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError, TraceError
 from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import EXACT, FP, Plan, Rewrite
+from traces.records.store import load
 from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
 from traces.records.trace import EAGER, Trace
 
@@ -463,3 +464,13 @@ def test_a_later_step_is_planned_in_full_where_a_plan_made_sooner_comes_near(
 
     plan_with_levers(problem, 1 << 40, Levers(), make, lambda _: taking(sooner_ns))
     assert made == [problem, other][:in_full]
+
+
+@pytest.mark.parametrize("kinds", [None, ()])
+def test_a_bound_over_rewrites_says_that_not_all_of_them_were_tried(kinds: tuple[()] | None) -> None:
+    """Also where the step as it is has the least: what was not tried may be cheaper."""
+    problem = Problem(load("bert-base"))
+    budget_bytes = problem.saved.timeline.peak_allocated_bytes * 8 // 10
+    found = levers.lower_bound(problem, budget_bytes, Levers(kinds=kinds))
+    assert found.tried == (kinds is None)
+    assert ("that were tried" in found.least()) == (kinds is None)
