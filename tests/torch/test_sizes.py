@@ -18,20 +18,15 @@ from torch.nn import functional  # noqa: E402
 
 import executor.training.engine as engine_module  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
-import tracer.capture.torch_fixes.symbols as symbols_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.measuring import peaks_of  # noqa: E402
 from executor.training.receipt import EXACT, RESIZED, SAVED, SYMBOLIC  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.capture.capture import capture, only_these  # noqa: E402
-from tracer.capture.sizes import Layout, symbolic, with_numbers  # noqa: E402
-from tracer.capture.torch_fixes.symbols import quick_arithmetic  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.record.one_graph import check_same  # noqa: E402
 from tracer.step.named.vision import import_torchvision  # noqa: E402
-from tracer.torch_api import SymNode  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
 
 Sizes = tuple[int, int]  # of the batch, and of the sequence or image
@@ -181,36 +176,6 @@ def test_the_first_smaller_call_is_captured_for_all_and_sizes_that_were_alike_ne
     assert fits(planned) == [(EXACT, 1), (SYMBOLIC, 2)]
     same_steps(eager, planned, batch, [(3, 7), (2, 5), (9, 4), (5, 5)])
     assert fits(planned) == [(EXACT, 1), (RESIZED, 1), (SYMBOLIC, 3)]
-
-
-def test_arithmetic_on_symbols_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-    compute = SymNode._mul
-    monkeypatch.setattr(SymNode, "_mul", lambda a, b: done.append(a) or compute(a, b))
-    monkeypatch.setattr(symbols_module, "release", lambda: (2, 14))  # 2.15 does so by itself
-
-    def layouts(n: int) -> list[Layout]:
-        return [Layout.of(torch.empty(3, n))]
-
-    one, other = (symbolic([layouts(n), layouts(7)]) for n in (4, 5))
-    a, b = (sizes.layouts[0].shape[1] for sizes in (one, other))
-    done.clear()
-    with quick_arithmetic(one.mode.shape_env):
-        products = [a * 3, a * 3, b * 3, a * 5]
-    assert len(done) == 3  # and of another environment each for itself
-    assert [int(x) for x in products] == [12, 12, 15, 20]
-    assert products[0].node is not products[1].node
-    assert products[0].node.expr == products[1].node.expr == (a * 3).node.expr
-
-
-def test_arithmetic_on_symbols_leaves_nothing_in_the_graph_but_its_results() -> None:
-    net = nn.Sequential(nn.Conv1d(3, 3, 3, stride=2), nn.Flatten(1, -1), nn.Flatten(0, -1))
-    sizes = symbolic([[Layout.of(torch.empty(2, 3, n))] for n in (9, 11)])
-    captured = capture(net, sizes.arguments, {}, only_these((0,)))
-    numbers = [n for n in (*captured.forward, *captured.backward) if isinstance(n.meta["val"], torch.SymInt)]
-    assert numbers
-    assert not {*numbers} & {a for n in numbers for a in n.all_input_nodes}
-    assert with_numbers(captured, sizes).numbers
 
 
 class Deciding(nn.Module):

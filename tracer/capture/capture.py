@@ -53,11 +53,8 @@ from tracer.capture.state import (
     plain_tensors,
     run_watched,
 )
-from tracer.capture.torch_fixes.cache_keys import quick_keys
 from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
 from tracer.capture.torch_fixes.grouped import true_results
-from tracer.capture.torch_fixes.quick_graphs import quick_graphs
-from tracer.capture.torch_fixes.symbols import quick_arithmetic
 from tracer.precision.cast_cache import cached_casts
 from tracer.precision.policy import OFF, Autocast, without_autocast
 from tracer.step.user_errors import explain, is_data_dependent, without_torch_log
@@ -276,9 +273,6 @@ def _capture(
             true_results(),
             checks_kept(),
             fake_mode,
-            quick_keys(),
-            quick_graphs(),
-            quick_arithmetic(fake_mode.shape_env),
             fx_traceback.preserve_node_meta(),
             library_code(),
             module_scopes(model),

@@ -30,7 +30,6 @@ from torch import nn
 from tracer.capture.capture import Captured, capture, forward_once
 from tracer.capture.cuda.recurrent import flatten
 from tracer.capture.refusals import check_step
-from tracer.capture.torch_fixes.cache_keys import quick_keys
 from tracer.costs.calibration import Costs
 from tracer.costs.profiles import board_of
 from tracer.record.assemble import assemble
@@ -196,7 +195,7 @@ def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     mode.__deepcopy__ = lambda memo: mode
     clips = torch.nn.utils.clip_grad
     lists = replaced(clips, _has_foreach_support=lambda tensors, device: True)
-    with mode, quick_keys(), copies_of_constants(), lists, warnings.catch_warnings():
+    with mode, copies_of_constants(), lists, warnings.catch_warnings():
         # The copy looks at a data pointer, which fake tensors answer with a warning.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield mode
