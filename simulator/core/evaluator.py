@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from simulator.core.problem import Problem
 from simulator.core.transfers import RELOAD, transfer_ns
-from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_lists, steps
+from simulator.kernels.records import OP, STORAGE, Choice, Packed, Work, pack_lists, steps
 from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
@@ -195,7 +195,8 @@ class Evaluator:
             self._evict_at = np.array([k for k, _ in flat], np.int32)
             self._evicted = np.array([s for _, s in flat], np.int32)
         while True:
-            found = walk(*self._given, state.saved, state.retained, self._evict_at, self._evicted)
+            choice = Choice(state.saved, state.retained, self._evict_at, self._evicted)
+            found = walk(self.facts, choice, self._work)
             if found[0] >= 0:
                 return found
             if found[0] == FORBIDDEN:
@@ -224,7 +225,6 @@ class Evaluator:
         """What `kernels.walk` works in, with room for so many steps at least, and leaves its steps in."""
         if len(self._work.peak_bytes) < count:
             self._work = self._work._replace(**steps(count, len(self.op_id)))
-            self._given = (*self.facts, *self._work)
         return self._work
 
     def _pack(self) -> None:
@@ -262,7 +262,6 @@ class Evaluator:
             stack=np.empty(max(2 * starts[0][-1] + n_op + 1, n_st), np.int32),
             **steps(forward + 2 * n_op + 1, n_op),
         )
-        self._given = (*self.facts, *self._work)  # to `walk`
 
 
 def evaluator_of(problem: Problem) -> Evaluator:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from simulator.kernels.compiled import compiled, inlined, inner
-from simulator.kernels.records import Choice, Packed, Work, long
+from simulator.kernels.records import long
 
 # What `walk` returns in place of a peak.
 FORBIDDEN: Final = -1  # a chain needs an op that may not run again: then the op that demands it, and that op
@@ -184,17 +184,6 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
 
 
 @compiled
-def walk(
-    forward: int, resident_bytes: int, made_at: int, ops: Any, storages: Any, ids: Any, transient_bytes: Any,
-    adds_bytes: Any,
-    present: Any, last: Any, first_end: Any, demanded: Any, visited: Any, step_of: Any, stack: Any, op: Any,
-    freed_bytes: Any, taken_bytes: Any, peak_bytes: Any,
-    saved: Any, retained: Any, evict_at: Any, evicted: Any,
-) -> tuple[int, int, int, int]:  # fmt: skip
-    """`replay` for callers in Python: a named tuple costs them more than its members one by one."""
-    facts = Packed(forward, resident_bytes, made_at, ops, storages, ids, transient_bytes, adds_bytes)
-    choice = Choice(saved, retained, evict_at, evicted)
-    work = Work(
-        present, last, first_end, demanded, visited, step_of, stack, op, freed_bytes, taken_bytes, peak_bytes
-    )
+def walk(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
+    """`replay` for callers in Python: of Packed, Choice and Work."""
     return replay(facts, choice, work)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.allocator.caching import Allocator, Block, OutOfMemory
-from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf, round_up
+from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf, round_up
 from tests.streams import StreamAllocator
 from traces.errors import SpecError
 
@@ -144,90 +144,7 @@ def test_best_fit_and_the_lowest_address_on_ties() -> None:
     assert a.malloc(13 * MIB).address == blocks[0].address
 
 
-def test_ties_by_version() -> None:
-    # Two segments of 4 + 16 MiB; the second lies lower. In each 4, in the second another 4, are freed again.
-    def ties(version: str) -> list[str]:
-        places = iter([100 * MIB, 50 * MIB])
-        a = Allocator(as_in(AllocatorSettings(), version), place=lambda *_: next(places))
-        first = [a.malloc(9 * MIB), a.malloc(9 * MIB), a.malloc(2 * MIB)]  # 100, 109, 118
-        second = [a.malloc(9 * MIB), a.malloc(9 * MIB), a.malloc(2 * MIB)]  # 50, 59, 68
-        a.free(second[1])
-        a.free(first[0])
-        a.free(second[0])  # takes in its neighbour: 18 MiB at 50
-        a.free(first[1])  # 18 MiB at 100
-        names = {50 * MIB: "lower", 100 * MIB: "older segment"}
-        one = a.malloc(18 * MIB)
-        two = a.malloc(18 * MIB)
-        return [names[one.address], names[two.address]]
-
-    assert ties("2.11.0+cu130") == ["lower", "older segment"]
-    assert ties("2.13.0") == ["older segment", "lower"]
-    # 2.12 goes by the age of the block that took the other in: 109 (third cut) before 50 (fourth).
-    assert ties("2.12.1") == ["older segment", "lower"]
-
-
-def test_a_split_leaves_the_age_with_the_rest_in_2_12() -> None:
-    def lands(version: str) -> int:
-        a = Allocator(as_in(AllocatorSettings(), version))
-        blocks = [a.malloc(512) for _ in range(4)]  # at 0, 512, 1024, 1536, each cut from the front
-        a.free(blocks[2])
-        a.free(blocks[0])
-        return a.malloc(512).address
-
-    assert lands("2.11") == 0  # the lowest
-    assert lands("2.12") == 0  # cut first
-    assert lands("2.13") == 0  # the lowest of one segment
-
-
-def test_the_rest_of_a_block_is_older_than_what_was_cut_off_in_2_12() -> None:
-    def lands(version: str) -> int:
-        a = Allocator(as_in(AllocatorSettings(), version))
-        head = a.malloc(2 * MIB - 512)  # of the large pool: 20 MiB, of which 18 MiB + 512 are left
-        a.malloc(9 * MIB)
-        a.malloc(9 * MIB - 2 * MIB + 1024)  # leaves 2 MiB - 512, the oldest of all blocks
-        a.free(head)
-        return a.malloc(2 * MIB - 512).address
-
-    assert lands("2.11") == lands("2.13") == 0
-    assert lands("2.12") == (2 * MIB - 512) + 9 * MIB + (7 * MIB + 1024)
-
-
-def test_streams_do_not_share_free_blocks() -> None:
-    a = Allocator()
-    a.free(a.malloc(4 * MIB, stream=0))
-    a.malloc(4 * MIB, stream=7)
-    assert segments(a) == [20 * MIB, 20 * MIB]
-
-
 # Other streams ----------------------------------------------------------------------------------------------------
-
-
-def test_a_block_used_by_another_stream_waits() -> None:
-    a = StreamAllocator()
-    block = a.malloc(20 * MIB)
-    a.record_stream(block, 7)
-    a.free(block)
-    assert (a.allocated, a.active) == (0, 20 * MIB)  # freed for the program, in use for the GPU
-    a.malloc(20 * MIB)
-    assert a.reserved == 40 * MIB
-    a.stream_done(7)
-    assert a.active == 40 * MIB  # noticed only by the next malloc
-    assert a.malloc(20 * MIB).address == block.address
-    assert a.reserved == 40 * MIB
-
-
-def test_a_block_waits_for_every_stream_and_its_own_does_not_count() -> None:
-    a = StreamAllocator()
-    block = a.malloc(512)
-    for stream in (0, 3, 5):
-        a.record_stream(block, stream)
-    a.free(block)
-    a.stream_done(3)
-    a.malloc(512)
-    assert a.active == 1024
-    a.stream_done(5)
-    a.malloc(512)
-    assert a.active == 1024
 
 
 def test_freeing_twice_is_a_mistake() -> None:
@@ -253,18 +170,6 @@ def test_max_split_size_keeps_large_blocks_whole() -> None:
     assert a.allocated == (16 + 44 + 64) * MIB
 
 
-def test_max_split_size_gives_oversize_blocks_back_first() -> None:
-    a = Allocator(conf("max_split_size_mb:32"), device_memory_bytes=200 * MIB)
-    for block in [a.malloc(n * MIB) for n in (40, 60, 80)]:
-        a.free(block)
-    a.free(a.malloc(12 * MIB))
-    # 110 MiB do not fit beside 192: of the oversize blocks 80 goes, then 60 (140 >= 110); 40 and 12 stay.
-    a.malloc(110 * MIB)
-    assert segments(a, "segment_free") == [80 * MIB, 60 * MIB]
-    assert a.reserved == (40 + 12 + 110) * MIB
-    assert a.num_alloc_retries == 0  # that counts full retries only
-
-
 # Running out ------------------------------------------------------------------------------------------------------
 
 
@@ -280,17 +185,6 @@ def test_a_retry_gives_all_cached_segments_back() -> None:
     assert (a.num_alloc_retries, a.num_ooms) == (1, 0)
     assert keep.allocated
     assert half.allocated
-
-
-def test_a_retry_waits_for_other_streams() -> None:
-    a = StreamAllocator(device_memory_bytes=64 * MIB)
-    block = a.malloc(40 * MIB)
-    a.record_stream(block, 7)
-    a.free(block)
-    a.malloc(40 * MIB)
-    assert a.reserved == a.active == 40 * MIB
-    a.stream_done(7)  # nothing waits any more
-    a.malloc(1)
 
 
 def test_out_of_memory_changes_nothing_else() -> None:
@@ -322,14 +216,6 @@ def test_expandable_segments_split_to_512_bytes() -> None:
     assert a.malloc(8 * MIB).size == 8 * MIB
     assert [b.size for b in a.large.blocks()] == [MIB]
     assert a.reserved == 20 * MIB
-
-
-def test_expandable_best_fit_prefers_what_cannot_grow() -> None:
-    a = Allocator(conf("expandable_segments:True"))
-    hole, _, _ = a.malloc(16 * MIB), a.malloc(2 * MIB), a.malloc(14 * MIB)  # 8 of 40 stay free at the end
-    a.free(hole)
-    # 4 MiB: the end piece of 8 is the smaller one, but it can grow without limit; the hole of 16 is taken.
-    assert a.malloc(4 * MIB).address == hole.address
 
 
 def test_giving_back_unmaps_whole_pages() -> None:
@@ -402,95 +288,12 @@ def test_bad_settings_are_refused(text: str) -> None:
 # Everything at once -----------------------------------------------------------------------------------------------
 
 
-class Reference:
-    """The same rules as lists that are searched from end to end; no pools, no links, no sorting."""
-
-    def __init__(self) -> None:
-        self.segments: list[dict] = []  # start, small, stream, pieces [[start, size, used]]
-        self.end = 0
-
-    def malloc(self, n: int, stream: int) -> int:
-        size = max(512, (n + 511) // 512 * 512)
-        small = size <= MIB
-        best = None
-        for seg in self.segments:
-            for piece in seg["pieces"]:
-                fits = not piece[2] and piece[1] >= size and (seg["small"], seg["stream"]) == (small, stream)
-                if fits and (best is None or (piece[1], piece[0]) < (best[1][1], best[1][0])):
-                    best = (seg, piece)
-        if best is None:
-            length = (
-                2 * MIB
-                if small
-                else 20 * MIB
-                if size < 10 * MIB
-                else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-            )
-            seg = {"small": small, "stream": stream, "pieces": [[self.end, length, False]], "size": length}
-            self.end += length
-            self.segments.append(seg)
-            best = (seg, seg["pieces"][0])
-        seg, piece = best
-        rest = piece[1] - size
-        if (small and rest >= 512) or rest > MIB:
-            seg["pieces"].insert(seg["pieces"].index(piece) + 1, [piece[0] + size, rest, False])
-            piece[1] = size
-        piece[2] = True
-        return piece[0]
-
-    def free(self, address: int) -> None:
-        for seg in self.segments:
-            for piece in seg["pieces"]:
-                if piece[0] == address:
-                    piece[2] = False
-            merged: list[list] = []
-            for piece in seg["pieces"]:
-                if merged and not merged[-1][2] and not piece[2]:
-                    merged[-1][1] += piece[1]
-                else:
-                    merged.append(piece)
-            seg["pieces"] = merged
-
-    def empty(self) -> None:
-        self.segments = [s for s in self.segments if len(s["pieces"]) > 1 or s["pieces"][0][2]]
-
-    @property
-    def reserved(self) -> int:
-        return sum(s["size"] for s in self.segments)
-
-
 REQUESTS = st.one_of(
     st.integers(1, 4096),
     st.integers(1, 3 * MIB),
     st.integers(MIB, 40 * MIB),
     st.sampled_from([512, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 11 * MIB, 12 * MIB]),
 )
-# (what, size or which live block, stream)
-ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["malloc", "malloc", "free", "free", "empty"]), REQUESTS, st.integers(0, 1)),
-    max_size=60,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(ACTIONS)
-def test_addresses_equal_those_of_the_reference(actions) -> None:
-    a, reference = Allocator(), Reference()
-    live: list[Block] = []
-    for what, n, stream in actions:
-        if what == "malloc":
-            live.append(a.malloc(n, stream))
-            assert live[-1].address == reference.malloc(n, stream)
-        elif what == "free" and live:
-            block = live.pop(n % len(live))
-            reference.free(block.address)
-            a.free(block)
-        elif what == "empty":
-            a.release_cached()
-            reference.empty()
-        assert a.reserved == reference.reserved
-
-
 CONFS = st.sampled_from(
     [
         "",
