@@ -47,13 +47,13 @@ class OutOfMemory(LowtideError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorFigures:
-    """What torch.cuda.memory_stats() would say."""
+    """What torch.cuda.memory_stats() would say; blocks are what it calls allocated."""
 
-    allocated_bytes: int
+    block_bytes: int
     requested_bytes: int
     active_bytes: int
     reserved_bytes: int
-    peak_allocated_bytes: int
+    peak_block_bytes: int
     peak_requested_bytes: int
     peak_active_bytes: int
     peak_reserved_bytes: int
@@ -61,7 +61,10 @@ class AllocatorFigures:
     num_ooms: int
 
 
-FIGURES: Final = {f.name: f.name.removesuffix("_bytes") for f in fields(AllocatorFigures)}
+# Figure -> where the allocator has it.
+FIGURES: Final = {
+    f.name: f.name.removesuffix("_bytes").replace("block", "allocated") for f in fields(AllocatorFigures)
+}
 
 
 class Pool:

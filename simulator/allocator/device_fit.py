@@ -68,7 +68,7 @@ class DeviceFit:
         of = self.reserved
         return RunFigures(
             peak_allocated_bytes=self.peak_allocated_bytes,
-            peak_block_bytes=None if of is None else of.peak_allocated_bytes,
+            peak_block_bytes=None if of is None else of.peak_block_bytes,
             peak_reserved_bytes=None if of is None else of.peak_reserved_bytes,
             step_time_ns=step_time_ns,
         )

@@ -13,7 +13,7 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 
 ITERATIONS = 5  # as many as `execute` measures; the last is the one that counts
-PEAKS = ("peak_allocated_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
+PEAKS = ("peak_block_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,12 @@ class ReservedFigures:
     phases: Mapping[str, AllocatorFigures] = field(default_factory=dict, compare=False)
 
     @property
-    def peak_allocated_bytes(self) -> int:
+    def peak_block_bytes(self) -> int:
         """With the rounding of blocks, the highest after the first iteration.
 
         It may be of an iteration that still asks for new memory: what is too small to be split off counts as allocated.
         """
-        return max(i.peak_allocated_bytes for i in self.iterations[1:] or self.iterations)
+        return max(i.peak_block_bytes for i in self.iterations[1:] or self.iterations)
 
     @property
     def peak_requested_bytes(self) -> int:
@@ -57,8 +57,8 @@ class ReservedFigures:
 
     @property
     def fragmentation(self) -> float:
-        """Peak reserved over peak allocated, less one."""
-        peak = self.peak_allocated_bytes
+        """Peak reserved over the peak in blocks, less one."""
+        peak = self.peak_block_bytes
         return self.peak_reserved_bytes / peak - 1 if peak else 0.0
 
 

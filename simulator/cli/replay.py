@@ -69,7 +69,7 @@ def _answer(source: Recording, runs: dict[str, Replay]) -> dict[str, Any]:
     error = same.figures.peak_reserved_bytes - recorded
     figures = {
         name: {
-            **asdict(run.figures),
+            **{key.replace("block", "allocated"): n for key, n in asdict(run.figures).items()},
             "fragmentation_percent": 100 * run.fragmentation,
             "segment_requests": len(run.segment_requests),
             "out_of_memory": run.out_of_memory,
@@ -108,7 +108,7 @@ def _table(source: Recording, runs: dict[str, Replay]) -> str:
         (
             ("", "", lambda row: row[0]),
             ("peak reserved", "bytes", lambda r: r[1].figures.peak_reserved_bytes if r[1] else recorded),
-            ("peak allocated", "bytes", lambda row: row[1] and row[1].figures.peak_allocated_bytes),
+            ("peak allocated", "bytes", lambda row: row[1] and row[1].figures.peak_block_bytes),
             ("fragmentation", "share", lambda row: row[1] and 100 * row[1].fragmentation),
             ("new segments", "count", lambda row: len((row[1] or source).segment_requests)),
         ),

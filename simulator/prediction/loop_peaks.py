@@ -160,7 +160,7 @@ def _on_a_gpu(reserved: ReservedFigures) -> LoopPeaks:
 def _figures(f: AllocatorFigures) -> RunFigures:
     return RunFigures(
         peak_allocated_bytes=f.peak_requested_bytes,
-        peak_block_bytes=f.peak_allocated_bytes,
+        peak_block_bytes=f.peak_block_bytes,
         peak_reserved_bytes=f.peak_reserved_bytes,
     )
 

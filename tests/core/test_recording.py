@@ -202,7 +202,7 @@ def test_a_history_that_begins_midway_replays_to_the_byte(
     assert recording.final_reserved_bytes == p.allocator.reserved
     assert result.figures.reserved_bytes == p.allocator.reserved
     assert result.figures.peak_reserved_bytes == recording.peak_reserved_bytes
-    assert result.figures.allocated_bytes == recording.final_allocated_bytes == p.allocator.allocated
+    assert result.figures.block_bytes == recording.final_allocated_bytes == p.allocator.allocated
     assert result.segment_requests == recording.segment_requests
     assert result.same_addresses == result.allocations
     assert result.unknown_frees == 0

@@ -38,7 +38,7 @@ def test_a_chain_of_small_tensors_lives_in_one_segment() -> None:
     t = chain(3, 1000)
     figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_requested_bytes == 6000
-    assert figures.peak_allocated_bytes == 6 * 1024
+    assert figures.peak_block_bytes == 6 * 1024
     assert figures.peak_reserved_bytes == 2 * MIB
     assert figures.segment_requests == 1
 
@@ -49,7 +49,7 @@ def test_large_tensors_round_to_segments() -> None:
     t = chain(1, 11 * MIB)
     figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_requested_bytes == 44 * MIB
-    assert figures.peak_allocated_bytes == 48 * MIB
+    assert figures.peak_block_bytes == 48 * MIB
     assert figures.peak_reserved_bytes == 48 * MIB
     assert figures.fragmentation == 0
 
@@ -68,8 +68,8 @@ def test_an_iteration_that_asks_for_new_memory_may_have_the_largest_blocks() -> 
     )
     t = chain(1, 4)
     figures = reserved_peak(Problem(t), build(Problem(t)), requests=asked)
-    assert [i.peak_allocated_bytes for i in figures.iterations] == [22 * MIB, 34 * MIB, 33 * MIB]
-    assert figures.peak_allocated_bytes == figures.phases[FORWARD].peak_allocated_bytes == 34 * MIB
+    assert [i.peak_block_bytes for i in figures.iterations] == [22 * MIB, 34 * MIB, 33 * MIB]
+    assert figures.peak_block_bytes == figures.phases[FORWARD].peak_block_bytes == 34 * MIB
     assert figures.peak_reserved_bytes == 52 * MIB
 
 
@@ -82,7 +82,7 @@ def test_measured_temporaries_count_and_outputs_stay() -> None:
     ]
     t = trace(ops, {"w": 2 * MIB})
     figures = reserved_peak(Problem(t), build(Problem(t)))
-    assert figures.peak_allocated_bytes == 34 * MIB
+    assert figures.peak_block_bytes == 34 * MIB
     assert figures.peak_reserved_bytes == 50 * MIB
     assert figures.segment_requests == 2  # the second and third iteration find all they need
 
@@ -103,13 +103,13 @@ def test_a_library_asks_for_its_workspace_in_its_first_op() -> None:
     t = trace(ops, {"w": 512, "lib": 24 * MIB}, categories={"lib": WORKSPACE})
     # Unknown when: 2 (w) + 24, then 20 (x) + 30 (scratch): 76.
     first = reserved_peak(Problem(t), build(Problem(t))).iterations[0]
-    assert (first.peak_allocated_bytes, first.reserved_bytes) == (56 * MIB + 512, 76 * MIB)
+    assert (first.peak_block_bytes, first.reserved_bytes) == (56 * MIB + 512, 76 * MIB)
     # In op 1: 2 + 20 + 30, and the workspace lies where the scratch was: 52, never more allocated than 32 and w. In the
     # second iteration the scratch finds 6 of its 30 left and gets new ones: 82.
     figures = reserved_peak(Problem(with_workspace(t, 1)), build(Problem(t)))
     first, last = figures.iterations[0], figures.iterations[-1]
-    assert (first.peak_allocated_bytes, first.reserved_bytes) == (32 * MIB + 512, 52 * MIB)
-    assert (last.peak_allocated_bytes, last.reserved_bytes) == (56 * MIB + 512, 82 * MIB)
+    assert (first.peak_block_bytes, first.reserved_bytes) == (32 * MIB + 512, 52 * MIB)
+    assert (last.peak_block_bytes, last.reserved_bytes) == (56 * MIB + 512, 82 * MIB)
 
 
 def test_state_that_an_optimizer_makes_late_is_there_before_what_its_first_op_makes() -> None:
@@ -248,7 +248,7 @@ def test_an_output_taken_over_in_place_needs_no_block() -> None:
     t = trace(ops, {"w": 20 * MIB})
     assert build(Problem(t)).takes == (-1, 1, -1)
     figures = reserved_peak(Problem(t), build(Problem(t)))
-    assert figures.peak_allocated_bytes == figures.peak_reserved_bytes == 60 * MIB
+    assert figures.peak_block_bytes == figures.peak_reserved_bytes == 60 * MIB
 
 
 def test_expandable_segments_reuse_what_fixed_segments_cannot() -> None:
@@ -265,7 +265,7 @@ def test_expandable_segments_reuse_what_fixed_segments_cannot() -> None:
     assert reserved_peak(Problem(t), build(Problem(t))).peak_reserved_bytes == 122 * MIB
     grown = reserved_peak(Problem(t), build(Problem(t)), AllocatorSettings(expandable_segments=True))
     assert grown.peak_reserved_bytes == 62 * MIB
-    assert grown.peak_allocated_bytes == 60 * MIB + 1024  # z, w and a
+    assert grown.peak_block_bytes == 60 * MIB + 1024  # z, w and a
 
 
 def test_a_device_that_is_too_small_says_so() -> None:
@@ -289,4 +289,4 @@ def test_requested_bytes_are_those_of_the_engine(case) -> None:
         assert figures.peak_requested_bytes == engine
     else:
         assert figures.peak_requested_bytes >= engine
-    assert figures.peak_requested_bytes <= figures.peak_allocated_bytes <= figures.peak_reserved_bytes
+    assert figures.peak_requested_bytes <= figures.peak_block_bytes <= figures.peak_reserved_bytes

@@ -126,13 +126,13 @@ def test_the_three_figures_of_a_gpus_trace(network: Path, tmp_path: Path) -> Non
         schedule = build(Problem(of), actions)
         alone = reserved_peak(Problem(of), schedule)
         assert said[key]["peak_allocated_bytes"] == run(Problem(of), schedule).peak_allocated_bytes
-        assert said[key]["peak_block_bytes"] == alone.peak_allocated_bytes
+        assert said[key]["peak_block_bytes"] == alone.peak_block_bytes
         assert said[key]["peak_reserved_bytes"] == alone.peak_reserved_bytes
         assert plan.predicted[key]["peak_reserved_bytes"] == alone.peak_reserved_bytes
-        assert plan.predicted[key]["peak_block_bytes"] == alone.peak_allocated_bytes
+        assert plan.predicted[key]["peak_block_bytes"] == alone.peak_block_bytes
         share = said[key]["allocator"]["fragmentation_percent"]
         assert share == pytest.approx(
-            100 * (alone.peak_reserved_bytes / alone.peak_allocated_bytes - 1), abs=1e-3
+            100 * (alone.peak_reserved_bytes / alone.peak_block_bytes - 1), abs=1e-3
         )
     assert said["plan"]["peak_reserved_bytes"] < said["baseline"]["peak_reserved_bytes"]
     assert said["warnings"] == plan.predicted["warnings"]
@@ -546,7 +546,7 @@ def test_what_the_untouched_loop_asks_decides_what_it_reserves() -> None:
     step = replace(graph, untouched=asked, meta=replace(graph.meta, device="cuda"))
     found = untouched_fit(saved(step)).reserved
     assert found is not None
-    assert found.peak_allocated_bytes == 7 * MIB + 512  # x in a block of 512
+    assert found.peak_block_bytes == 7 * MIB + 512  # x in a block of 512
     assert untouched_fit(saved(replace(step, untouched=Untouched()))).reserved != found
 
 

@@ -143,7 +143,7 @@ def test_recordings_replay_to_torchs_own_figures(version: str) -> None:
         assert result.segment_requests == recording.segment_requests, where
         assert result.same_addresses == result.allocations, where
         if not recording.notes:
-            assert result.figures.peak_allocated_bytes == p["peaks"]["allocated"], where
+            assert result.figures.peak_block_bytes == p["peaks"]["allocated"], where
             assert result.figures.peak_active_bytes == p["peaks"]["active"], where
     assert replayed >= 20
     assert all("expandable_segments" in conf for conf in refused)

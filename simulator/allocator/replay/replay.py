@@ -26,8 +26,8 @@ class Replay:
 
     @property
     def fragmentation(self) -> float:
-        """Peak reserved over peak allocated, less one."""
-        peak = self.figures.peak_allocated_bytes
+        """Peak reserved over the peak in blocks, less one."""
+        peak = self.figures.peak_block_bytes
         return self.figures.peak_reserved_bytes / peak - 1 if peak else 0.0
 
     @property
