@@ -59,7 +59,7 @@ def test_constraints_and_planners_by_name_or_place(trace: Trace) -> None:
     assert never.constraints == {"never": ["layer1 ::"]}
     assert free.planner == never.planner == "mu-two"
     assert not {a.module for a in never.actions if a.module.startswith("layer1")}
-    assert plan(trace, "85%", planner="tests.bench.baselines.rotor:plan").planner == "rotor"
+    assert plan(trace, "85%", planner="tests.bench.baselines.min_cut:plan").planner == "min-cut"
     assert bound(trace, "85%").added_time_ns <= bound(trace, "85%", never=["layer1 ::"]).added_time_ns
     for wrong in (
         {"planner": "magic"},

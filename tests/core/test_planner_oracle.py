@@ -16,7 +16,7 @@ from tests.exhaust import budgets, draw_trace, frontier, optimum, peak_and_time,
 from traces.records.plan import SAVE, Plan
 from traces.records.trace import Trace
 
-BASELINES = tuple(f"tests.bench.baselines.{name}:plan" for name in ("rotor", "cheap_ops", "min_cut"))
+BASELINES = ("tests.bench.baselines.min_cut:plan",)
 PATIENT = Limits(seconds=60)
 
 

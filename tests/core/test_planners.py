@@ -21,7 +21,6 @@ from simulator.planners.greedy import Costs, Search
 from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import OUTSIDE, block_segments, equal_segments, sequence_of, torch_segment
-from tests.bench.baselines.cheap_ops import cheap_candidates
 from tests.strategies import traces, traces_with_reruns
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
@@ -30,9 +29,7 @@ from traces.records.plan import SAVE, Action, Plan
 from traces.records.trace import RANDOM, Trace
 
 UNLIMITED = 1 << 62
-BASELINES = {
-    f"tests.bench.baselines.{name.replace('-', '_')}:plan": name for name in ("rotor", "cheap-ops", "min-cut")
-}
+BASELINES = {"tests.bench.baselines.min_cut:plan": "min-cut"}
 
 
 def peak(of: Trace, plan: Plan | None = None) -> int:
@@ -107,7 +104,7 @@ def test_the_registry_knows_what_it_names() -> None:
         assert callable(find(name))
     with pytest.raises(SpecError, match="save-all"):
         find("magic")
-    for name in ("tests.bench.baselines.rotor:missing", "no.such.module:plan"):
+    for name in ("tests.bench.baselines.min_cut:missing", "no.such.module:plan"):
         with pytest.raises(SpecError, match=name):
             find(name)
 
@@ -502,37 +499,6 @@ def test_limits_refuse_no_planner() -> None:
     for name in REGISTRY:
         plan = plan_with(name, Problem(chain(3)), UNLIMITED, Limits(seconds=1, seed=7))
         assert plan.planner == name
-
-
-def test_cheap_ops_never_runs_a_dear_op_again() -> None:
-    of = cheap_and_dear()
-
-    def with_dear(*dear: str) -> Trace:
-        """These ops do 100 flops for each byte that they move, the others none."""
-        flops = tuple(800 if n in dear else 0 for n in of.ops.name)
-        return replace(of, ops=replace(of.ops, flops=flops, bytes_moved=(8,) * len(of.ops)))
-
-    assert names(of, plan_with("tests.bench.baselines.cheap_ops:plan", Problem(with_dear("cheap")), 300)) == {
-        "dear"
-    }
-    assert names(of, plan_with("mu-two", Problem(with_dear("cheap")), 300)) == {"cheap"}
-    with pytest.raises(Infeasible):
-        plan_with("tests.bench.baselines.cheap_ops:plan", Problem(with_dear("cheap", "dear")), 300)
-
-
-def test_a_cheap_op_behind_a_dear_link_is_not_cheap() -> None:
-    of = trace(
-        [
-            fwd({"link": 1}, "w", time_ns=45, name="link"),
-            fwd({"low": 100}, "link", time_ns=5, name="low"),
-            fwd({"top": 100}, "low"),
-            bwd({"g0": 1}, "top"),
-            bwd({"g1": 1}, "g0", "low"),
-        ],
-        {"w": 0},
-    )
-    of = replace(of, ops=replace(of.ops, flops=(99, 0, 0, 0, 0), bytes_moved=(1,) * 5))
-    assert cheap_candidates(Problem(of)) == (of.storages.name.index("top"),)
 
 
 @pytest.mark.parametrize(
