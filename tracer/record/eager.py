@@ -66,11 +66,6 @@ IN_PLACE: Final = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_put.default: aten._index_put_impl_.default,
 }
-# What writes into its first argument, number by number.
-WRITTEN_ALIKE: Final = frozenset({
-    aten.add_.Tensor, aten.addcdiv_.default, aten.addcmul_.default, aten.div_.Tensor, aten.lerp_.Scalar,
-    aten.mul_.Tensor, aten.sub_.Tensor,
-})  # fmt: skip
 
 
 class EagerRecorder(TorchDispatchMode):
@@ -209,8 +204,6 @@ class EagerRecorder(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if _only_values_change(func, args, kwargs):
-            return args[0]
         if self.phase == BACKWARD and func in IN_PLACE and not kwargs and isinstance(args[0], FakeTensor):
             # A sum is of what an earlier node made; else a formula writes into zeros that it has just made and has.
             made_now = self._maker.get(storage_key(args[0])) == self._node()
@@ -293,19 +286,6 @@ def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torc
         _ = torch.aminmax(tensor) if release() >= (2, 13) else (tensor.min(), tensor.max())
     rows = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
     return rows.scatter_(-1, tensor.unsqueeze(-1), 1)
-
-
-def _only_values_change(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op of WRITTEN_ALIKE has fake tensors just like the first one, and numbers: then that one is as it was.
-    So are most ops of an optimizer's loop; torch takes 0.2 ms to find it out for each."""
-    x = args[0] if func in WRITTEN_ALIKE else None
-    if not isinstance(x, FakeTensor) or x.numel() < 2 or not x.is_contiguous() or not x.is_floating_point():
-        return False
-    like = (x.shape, x.dtype, x.device)
-    return all(
-        (y.shape, y.dtype, y.device) == like if isinstance(y, FakeTensor) else isinstance(y, int | float)
-        for y in (*args, *kwargs.values())
-    )
 
 
 def is_op(func: Any) -> bool:

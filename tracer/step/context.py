@@ -17,8 +17,6 @@ from tracer.torch_api import (
     unset_fake_temporarily,
 )
 
-# Of torch.nn.init: what its initialisers call when they have looked at the tensor's shape.
-VALUES_ONLY: Final = ("_no_grad_fill_", "_no_grad_normal_", "_no_grad_uniform_", "_no_grad_zero_")
 MOST_VALUES: Final = 4096  # of a row that keeps them
 
 
@@ -49,27 +47,11 @@ def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def initialisers_without_values() -> Iterator[None]:
-    """Under a fake mode, skip torch's initialisers: one of them asks tensors for their values, all take time.
-
-    A fake tensor has no values, so nothing is lost. Without a fake mode nothing changes.
+    """Under a fake mode, skip the initialiser of torch's that asks tensors for their values. Without one nothing
+    changes.
     """
-    if not is_fake():
-        yield
-        return
-
-    def skip(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    def skipped(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if isinstance(tensor, FakeTensor) and tensor.constant is None:
-                return tensor
-            return initialise(tensor, *args, **kwargs)  # torch still knows its values, and changes them
-
-        return run
-
-    others = {name: skipped(getattr(nn.init, name)) for name in VALUES_ONLY}
-    with replaced(nn.init, _no_grad_trunc_normal_=skip, **others):
+    skipped = {"_no_grad_trunc_normal_": lambda tensor, *_args, **_kwargs: tensor} if is_fake() else {}
+    with replaced(nn.init, **skipped):
         yield
 
 
