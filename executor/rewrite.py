@@ -22,6 +22,7 @@ from simulator.core.schedule import Schedule
 from simulator.core.transfers import PREFETCH, RELOAD
 from tracer.capture.passes.batch_norm import again as without_effect
 from tracer.record.program import Program, inplace_twin
+from tracer.torch_api import BoxedCodeGen
 from traces.errors import PlanError
 from traces.records.trace import VIEW
 
@@ -171,7 +172,7 @@ class _Writing:
             # FX calls an argument by its target and everything else by its name; if the two differed for one
             # placeholder, another value could bear the name of that argument.
             assert all(n.name == n.target for n in graph.nodes if n.op == "placeholder")
-            graph.set_codegen(fx.graph._BoxedCodeGen())
+            graph.set_codegen(BoxedCodeGen())
             graph.lint()
         behind = {s for n in self.crossing_of.values() for s in self.program.storage_of[n]}
         crossing = sorted(s for s in behind if self.program.storages[s].producer >= 0)

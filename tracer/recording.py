@@ -150,7 +150,7 @@ def record_drafted(
         profile, where = _calibrated(draft, target, profile, use, say)
         costs = replace(costs, profile=profile)
     kept = profile.workspaces if profile is not None else ()
-    peak_bytes, requests = count_untouched(draft, costs) if untouched else (0, Untouched())
+    peak_bytes, requests = count_untouched(draft, costs, say) if untouched else (0, Untouched())
     trace = draft.finish(
         costs,
         kept if {w.op for w in kept} & {row.target for row in draft.rows} else None,
@@ -241,7 +241,7 @@ def record_real(
     own = measured.profile(identity, rounds)
     same = fake is not None and fake.meta.graph_fingerprint == draft.meta.graph_fingerprint
     counted = fake if fake is not None and same else draft
-    peak_bytes, requests = count_untouched(counted, Costs(profile=own))
+    peak_bytes, requests = count_untouched(counted, Costs(profile=own), say)
     trace = measured.finish(untouched=requests, untouched_peak_bytes=peak_bytes)
     if device.startswith("cuda") and not rehearsed:
         rates = {**trace.meta.rates, "host_bytes_per_s": host_bytes_per_s()}

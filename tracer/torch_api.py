@@ -53,6 +53,8 @@ USED: Final = {
     # capture
     "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
     "aot_autograd": "torch._functorch.aot_autograd",
+    "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
+    "BoxedCodeGen": "torch.fx.graph:_BoxedCodeGen",
     "EffectType": "torch._library.effects:EffectType",
     "get_effect": "torch._higher_order_ops.effects:_get_effect",
     "register_effectful_op": "torch._higher_order_ops.effects:_register_effectful_op",

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from executor.rewrite import HANDED
 from tracer.step.release import hand, hands_over
-from tracer.torch_api import execution_engine
+from tracer.torch_api import BoxedCodeGen, execution_engine
 
 Backward = Callable[[list[Any]], Any]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
@@ -104,7 +104,7 @@ def _handing(module: fx.GraphModule) -> Backward:
         for k, g in left.items():  # made before backward, and read by no op of it
             graph.call_function(operator.call, (put, k, g))
         graph.output(rest)
-        graph.set_codegen(fx.graph._BoxedCodeGen())
+        graph.set_codegen(BoxedCodeGen())
         graph.lint()
         made = _variants[module] = fx.GraphModule(module, graph, class_name="LowtideBackwardHandingOver")
     return made

@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from tracer.torch_api import BoxedCodeGen
+
 aten = torch.ops.aten
 SUMS: Final = (aten.add.Tensor, aten.add_.Tensor)
 
@@ -52,7 +54,7 @@ def without(
             copies[n] = None
         else:
             copies[n] = _joined(graph, n, copies, at_sizes)
-    graph.set_codegen(fx.graph._BoxedCodeGen())
+    graph.set_codegen(BoxedCodeGen())
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(backward, graph, class_name="LowtideBackward")

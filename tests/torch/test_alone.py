@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +137,15 @@ def test_what_cannot_run_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatc
     assert "100000 may be used" in skipped[large.key]
     assert "mat1 and mat2" in skipped[wrong.key]
     assert "no operator" in skipped[unknown.key]
+
+
+@pytest.mark.parametrize("names", [{"SC_PHYS_PAGES": 1}, {}])
+def test_systems_other_than_linux_do_not_say_what_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch, names: dict[str, int]
+) -> None:
+    monkeypatch.setattr(os, "sysconf_names", names)
+    free = isolated._free_bytes("cpu")
+    assert free == (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if names else sys.maxsize)
 
 
 def test_running_alone_leaves_the_random_state() -> None:

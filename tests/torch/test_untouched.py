@@ -115,8 +115,11 @@ def test_a_measured_trace_counts_with_what_it_measured() -> None:
 
 def test_what_cannot_be_counted_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     build = build_of(locals_step)
+    said: list[str] = []
     monkeypatch.setattr(untouched, "MOST_OPS", 10)
-    assert counted(build, CPU) == 0
+    trace = record_fake(build, CPU, ProfileUse(off=True), said.append)
+    assert trace.meta.untouched_peak_bytes == 0
+    assert [x for x in said if "the untouched loop is not counted: " in x and "more than 10 ops" in x]
     monkeypatch.undo()
     assert counted(build, CPU) > 0
 

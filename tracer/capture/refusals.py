@@ -10,7 +10,7 @@ from torch import nn
 
 from tracer.step.loop import TrainingStep
 from tracer.step.release import needs_closure
-from tracer.torch_api import top_saved_tensors_default_hooks
+from tracer.torch_api import BatchNorm, top_saved_tensors_default_hooks
 from traces.errors import CaptureError, OptimizerError
 
 
@@ -87,7 +87,7 @@ def tangent_of(output: Any) -> int:
     )
 
 
-def check_statistics(module: nn.modules.batchnorm._BatchNorm, path: str) -> None:
+def check_statistics(module: BatchNorm, path: str) -> None:
     """Raise CaptureError for a batch norm that updates its statistics twice, inside `torch.utils.checkpoint`, or by a
     factor that each step has anew."""
     if not (module.training and module.track_running_stats):

@@ -16,7 +16,7 @@ from tracer.capture.refusals import check_statistics
 from tracer.capture.torch_fixes.dropout import idle_dropout
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
-from tracer.torch_api import FakeTensor, FakeTensorMode, dynamo_utils, pytree, replaced
+from tracer.torch_api import BatchNorm, FakeTensor, FakeTensorMode, dynamo_utils, pytree, replaced
 
 
 def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
@@ -116,7 +116,7 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
     for path, module in model.named_modules():
 
         def enter(module: nn.Module, _args: Any, path: str = path) -> None:
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, BatchNorm):
                 check_statistics(module, path)
             scope = fx_traceback.annotate({"module": path})
             scope.__enter__()

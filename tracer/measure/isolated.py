@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -239,6 +240,10 @@ def _events(calls: list[_Call], kept: list[LibraryWorkspace] | None) -> Sequence
 
 
 def _free_bytes(device: str) -> int:
+    """Memory that is free; the machine's where the system does not say, and no limit where it says neither."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info()[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pages = [
+        name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in getattr(os, "sysconf_names", ())
+    ]
+    return os.sysconf(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else sys.maxsize

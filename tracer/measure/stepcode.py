@@ -14,6 +14,7 @@ from torch import fx
 
 from tracer.record.draft import Draft
 from tracer.record.program import GraphOp, Program, inplace_twin
+from tracer.torch_api import BoxedCodeGen
 
 Tick = Callable[[], None]
 Run = Callable[[Any, Callable[[], Any]], Any]
@@ -78,7 +79,7 @@ def step_code(
         # FX calls an argument by its target and everything else by its name; if the two differed for one placeholder,
         # another value could bear the name of that argument.
         assert all(n.name == n.target for n in graph.nodes if n.op == "placeholder")
-        graph.set_codegen(fx.graph._BoxedCodeGen())
+        graph.set_codegen(BoxedCodeGen())
         return fx.GraphModule(captured.graph_module, graph)
 
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
@@ -50,10 +50,12 @@ MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all f
 ITERATIONS: Final = 3  # what the second gives back is the first's; the third and all further ones are alike
 
 
-def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
+def count_untouched(
+    draft: Draft, costs: Costs, say: Callable[[str], None] = lambda text: None
+) -> tuple[int, Untouched]:
     """Peak of allocated bytes in a steady iteration of the untouched model, and for a GPU its requests, in order.
 
-    0 and none if it cannot be counted.
+    0 and none if it cannot be counted; `say` is told why.
 
     Counts: every storage from the op that makes it until nobody refers to it any more, and what `costs` knows of the
     allocations inside each op. Ignores: what Python keeps in one run and not in another; branches that library code
@@ -86,7 +88,8 @@ def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
     with fake_mode(draft.mode), cuda_words(gpu), _ops_of(gpu), looked_at:
         try:
             forward_once(step.model, run)
-        except LowtideError:
+        except LowtideError as error:
+            say(f"warning: the memory of the untouched loop is not counted: {error}")
             return 0, Untouched()
     return peak_bytes, requests
 

@@ -123,7 +123,7 @@ def classification_loss(labels: torch.Tensor, auxiliary_weight: float) -> Callab
 def set_dropout(model: nn.Module, probability: float) -> None:
     """Give every dropout of a model, also those inside attention, the same probability. Edits the model."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
             module.p = probability
         elif isinstance(module, nn.MultiheadAttention):
             module.dropout = probability
