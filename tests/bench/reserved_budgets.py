@@ -4,10 +4,9 @@ python -m tests.bench.reserved_budgets TRACE ... [--share 60,50] [--allow bit] [
 
 TRACE is what `trace MODEL --target GPU -o TRACE` wrote. A share is of what the step reserves with everything saved,
 under torch's default allocator. For each share: the plan for so many allocated bytes; plans for so many reserved bytes
-under the default allocator and with expandable segments; of each what it adds, what it reserves (simulated), and by how
-much one pool with addresses planned offline exceeds the most that is there at once. With --rehearse each plan of
-reserved memory is applied on the null driver, and what torch's own code reserves there stands beside it (no GPU: needs
-a CUDA build of the torch that made the trace).
+under the default allocator and with expandable segments; of each what it adds and what it reserves (simulated). With
+--rehearse each plan of reserved memory is applied on the null driver, and what torch's own code reserves there stands
+beside it (no GPU: needs a CUDA build of the torch that made the trace).
 """
 
 from __future__ import annotations
