@@ -281,12 +281,12 @@ def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None
     assert set(answer["rehearsals"]["plan"]) >= {"iterations", "alive", "fits"}
     planned, untouched = answer["rehearsed"], answer["rehearsals"]["eager"]["steady"]
     assert planned["peak_allocated_bytes"] < untouched["requested_bytes"]
-    # Torch 2.11 holds cuBLAS's workspaces between calls, so no share of the peak is a budget for every release: an
-    # eighth of the way from the lowest peak to what the untouched step reserves.
+    # Torch 2.11 holds cuBLAS's workspaces between calls, so no share of the peak is a budget for every release: half
+    # of the way from the lowest peak to what the untouched step reserves.
     with pytest.raises(Infeasible) as refused:
         api.plan(tmp_path / "t", 1)
     lowest = refused.value.figures["lowest_peak_bytes"]
-    budget = lowest + (untouched["reserved_bytes"] - lowest) // 8
+    budget = lowest + (untouched["reserved_bytes"] - lowest) // 2
     of = ("--budget", str(budget), "--budget-of", "reserved", "--alloc-conf", "")
     call(tmp_path, "simulator", "t", *of, "-o", "ahead.json", "-q")
     assert json.loads((tmp_path / "ahead.json").read_text())["ahead_bytes"]
