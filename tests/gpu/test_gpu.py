@@ -70,7 +70,9 @@ def test_a_plan_is_exact_and_its_peak_as_predicted(model: str, tmp_path: Path) -
     call(tmp_path, "tracer", model, *options(model), "--device", "cuda", "--no-profile", "-o", "t")
     planned = call(tmp_path, "simulator", "t", "--budget", "97%", "-o", "plan.json")
     assert planned["feasible"]
-    done = call(tmp_path, "executor", "plan.json", "--device", "cuda", "--steps", "3", "--runs", "5")
+    done = call(
+        tmp_path, "executor", "plan.json", "--trust", "--device", "cuda", "--steps", "3", "--runs", "5"
+    )
     assert done["verified"] is (None if rehearsing() else True)
     assert (done["measured"]["step_time_ns"] is None) == rehearsing()
     assert done["provenance"] == (REHEARSED if rehearsing() else MEASURED_CUDA)
@@ -96,7 +98,9 @@ def test_copies_to_host_memory_beside_the_step_change_no_bit(tmp_path: Path) -> 
     )
     planned = call(tmp_path, "simulator", "t", "--budget", "80%", "--levers", "offload", "-o", "plan.json")
     assert planned["plan"]["host_bytes"] > 1 << 28
-    done = call(tmp_path, "executor", "plan.json", "--device", "cuda", "--steps", "3", "--runs", "5")
+    done = call(
+        tmp_path, "executor", "plan.json", "--trust", "--device", "cuda", "--steps", "3", "--runs", "5"
+    )
     assert done["verified"] is (None if rehearsing() else True)
     assert abs(done["error_percent"]["peak_allocated_bytes"]) <= 1.0
 

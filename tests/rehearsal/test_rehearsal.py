@@ -275,7 +275,9 @@ def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None
         "tracer", "resnet18", "--batch-size", "32", "--image-size", "96", "--target", "h100", "-o", "t", "-q",
     )  # fmt: skip
     call(tmp_path, "simulator", "t", "--budget", "85%", "-o", "plan.json", "-q")
-    answer = json.loads(call(tmp_path, "executor", "plan.json", "--rehearse", "h100", "--json", "-q"))
+    answer = json.loads(
+        call(tmp_path, "executor", "plan.json", "--trust", "--rehearse", "h100", "--json", "-q")
+    )
     assert answer["provenance"].startswith("rehearsed")
     assert answer["rehearsed"]["step_time_ns"] is None
     assert set(answer["rehearsals"]["plan"]) >= {"iterations", "alive", "fits"}
@@ -290,7 +292,7 @@ def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None
     of = ("--budget", str(budget), "--budget-of", "reserved", "--alloc-conf", "")
     call(tmp_path, "simulator", "t", *of, "-o", "ahead.json", "-q")
     assert json.loads((tmp_path / "ahead.json").read_text())["ahead_bytes"]
-    words = ("ahead.json", "--rehearse", "h100", "--json", "-q")
+    words = ("ahead.json", "--trust", "--rehearse", "h100", "--json", "-q")
     answer = json.loads(call(tmp_path, "executor", *words))
     assert answer["within_budget"]
     assert answer["rehearsed"]["peak_reserved_bytes"] == answer["predicted"]["peak_reserved_bytes"]

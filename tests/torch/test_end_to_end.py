@@ -76,7 +76,7 @@ def test_from_a_model_to_its_measured_peak(
     assert "overhead_percent" in planned["bound"]
 
     answer = call(
-        tmp_path, "executor", "plan.json", "--report", "error.html", "-o", "measurement.json",
+        tmp_path, "executor", "plan.json", "--trust", "--report", "error.html", "-o", "measurement.json",
         "--steps", "2", "--memory-steps", "3", "--warmup", "0", "--runs", "1",
     )  # fmt: skip
     for key in ("predicted", "measured", "error_percent", "eager", "keep_all"):
