@@ -42,3 +42,25 @@ def test_each_module_is_one_sentence(path: Path) -> None:
     if text.strip():
         assert text.startswith('"""'), f"{path.name} does not begin with a docstring"
         assert path.stem not in ("utils", "helpers", "common")
+
+
+# Lines, and the most that there may be. These numbers only go down: who deletes lowers them.
+MOST_LINES = {
+    "product": (43_450, ("traces", "simulator", "tracer", "executor"), ".py"),
+    "tests": (42_700, ("tests",), ".py"),
+    "C": (1_300, ("tracer", "executor"), (".c", ".h")),
+    "manuals": (2_180, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
+}
+
+
+@pytest.mark.parametrize("part", MOST_LINES)
+def test_the_house_only_gets_smaller(part: str) -> None:
+    most, places, ends = MOST_LINES[part]
+    files = [
+        f
+        for place in places
+        for f in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
+    ]
+    lines = sum(len(f.read_bytes().splitlines()) for f in files if f.name.endswith(ends))
+    assert lines <= most, f"{part}: {lines:,} lines; delete as much as you add"
+    assert lines > most - 1_500, f"{part}: {lines:,} lines; lower the limit"
