@@ -99,7 +99,8 @@ def plan_command(
         )
     except Infeasible as error:
         if out.as_json:
-            told = refusal(trace_name, saved, planner, error, time.perf_counter() - start, bound)
+            seconds = time.perf_counter() - start
+            told = refusal(trace_name, saved, planner, error, seconds, bound, budget_of)
             out.show(lambda: told, str)
         raise
     seconds = time.perf_counter() - start

@@ -15,6 +15,7 @@ from simulator.prediction.step import Prediction
 from simulator.prediction.warnings import provenance, texts
 from simulator.studies.shapes import OverShapes
 from traces.records.measurement import RunFigures
+from traces.records.plan import ALLOCATED
 from traces.records.trace import Trace
 
 NO_BUDGET: Final = "without a budget nothing bounds the added time from below"
@@ -79,11 +80,14 @@ def refusal(
     error: Infeasible,
     solve_seconds: float,
     bound: Bound | None = None,
+    budget_of: str = ALLOCATED,
 ) -> dict[str, Any]:
     """What is printed when no plan fits: the same keys, the plan's figures empty, and why."""
     return {
         **_question(saved, trace_name, planner, solve_seconds, bound),
         "feasible": False,
+        "budget_of": budget_of,
+        "device_memory": _device(saved.saved_fit, None),
         "untouched": untouched_peaks(saved).to_json(),
         "baseline": _run(saved.trace, saved.saved, saved.saved_fit),
         "plan": {**RunFigures().headline(), "overhead_percent": None, "recomputed_ops": None},
@@ -120,14 +124,15 @@ def _run(trace: Trace, replay: Replay, fit: DeviceFit) -> dict[str, Any]:
     }
 
 
-def _device(saved: DeviceFit, planned: DeviceFit) -> dict[str, Any] | None:
-    if planned.device is None:
+def _device(saved: DeviceFit, planned: DeviceFit | None) -> dict[str, Any] | None:
+    """What the device has, and whether both runs fit; `planned` is None where there is no plan."""
+    if saved.device is None:
         return None
     return {
-        **planned.device.to_json(),
+        **saved.device.to_json(),
         "baseline_fits": saved.fits,
-        "plan_fits": planned.fits,
-        "left_bytes": planned.left_bytes,
+        "plan_fits": planned and planned.fits,
+        "left_bytes": planned and planned.left_bytes,
         "baseline_retries_a_step": saved.retries_a_step,
-        "plan_retries_a_step": planned.retries_a_step,
+        "plan_retries_a_step": planned and planned.retries_a_step,
     }

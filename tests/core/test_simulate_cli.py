@@ -125,6 +125,13 @@ def test_a_budget_that_cannot_be_met(network: Path, tmp_path: Path) -> None:
     assert least["op"]
     assert result.stderr.count("Error: ") == 1
     assert not output.exists()
+    assert (answer["budget_of"], answer["device_memory"]) == ("allocated", None)
+    of_device = json.loads(simulate(network, "--budget", "1%", "--device-memory", "1GiB", "--json").stdout)
+    assert of_device["device_memory"]["usable_bytes"] == 1 << 30
+    assert (of_device["device_memory"]["baseline_fits"], of_device["device_memory"]["plan_fits"]) == (
+        True,
+        None,
+    )
     to_read = simulate(network, "--budget", "1%")
     assert (to_read.exit_code, to_read.stdout) == (1, "")
     assert "no plan at all can go below" in to_read.stderr
