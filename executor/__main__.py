@@ -1,17 +1,12 @@
 """The command `execute`, also as `python -m executor`."""
 
-from __future__ import annotations
-
-import sys
+from traces.processes import stoppable_imports
 
 
 def run() -> None:
-    """Run the command; Ctrl-C while its modules are still being imported ends it as later: exit code 130."""
-    try:
+    """Run the command."""
+    with stoppable_imports():
         from executor.cli.main import execute
-    except KeyboardInterrupt:
-        print("Error: stopped.", file=sys.stderr)
-        sys.exit(130)
     execute(prog_name="execute")
 
 

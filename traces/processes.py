@@ -1,14 +1,25 @@
-"""Child processes that end with the command that started them, however that ends."""
+"""How commands end: with their exit code while they still import, and with them the processes that they started."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+@contextlib.contextmanager
+def stoppable_imports() -> Iterator[None]:
+    """Ctrl-C in the body, which imports a command, ends the process as it ends the command later: exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("Error: stopped.\n")
+        sys.exit(130)
 
 
 def ending_with_this() -> dict[str, Any]:

@@ -104,12 +104,15 @@ def run_plan(
             raise SpecError(
                 "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
             )
-        _check_trusted(plan, settings.model, trust)
+    elif out.report is not None:
+        refuse_page()
+    from executor.matching import check_trusted
+    from traces.records.plan import Plan
+
+    check_trusted(plan, Plan.load(plan).meta.model, settings.model, trust)
+    if rehearsed_on is not None:
         rehearse_plan(plan, settings.model, rehearsed_on, out)
         return
-    if out.report is not None:
-        refuse_page()
-    _check_trusted(plan, settings.model, trust)
     from executor.measuring import sharing_imports
     from executor.plans import measure_plan
     from traces.errors import BudgetError, VerificationError
@@ -143,13 +146,6 @@ def run_plan(
         )
 
 
-def _check_trusted(plan: Path, model: str, trust: bool) -> None:
-    from executor.matching import check_trusted
-    from traces.records.plan import Plan
-
-    check_trusted(plan, Plan.load(plan).meta.model, model, trust)
-
-
 @execute.command()
 @click.argument("plan", type=click.Path(path_type=Path))
 @MODEL
@@ -163,11 +159,12 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
     from dataclasses import asdict
 
     from executor.exports import exports
+    from executor.matching import check_trusted
     from traces.files.whole import write_text
     from traces.records.plan import Plan
 
-    _check_trusted(plan, model, trust)
     given = Plan.load(plan)
+    check_trusted(plan, given.meta.model, model, trust)
     with stdout_free(out.as_json):
         made = exports(given, model)
     if output is not None:

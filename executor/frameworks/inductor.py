@@ -123,7 +123,7 @@ class PlanPartitioner(CustomPartitionerFn):
         problem = Problem(trace)
         torchs_own = _torchs_own(program, gm, joint_inputs, **kwargs)
         torch_peak = problem.replay(
-            _actions(problem, torchs_own.saved, torchs_own.recomputed)
+            actions_saving(problem, torchs_own.saved, torchs_own.recomputed)
         ).timeline.peak_allocated_bytes
         limit = parse_budget(self.budget, torch_peak)
         plan = self._plan(problem, limit)
@@ -199,10 +199,10 @@ def _once(problem: Problem, plan: Plan) -> tuple[Action, ...]:
     steps = zip(schedule.binds, schedule.recompute, strict=True)
     again = {s for bound, rerun in steps if rerun for s in bound}
     saved = {a.storage for a in plan.actions if a.recipe == SAVE} | {*problem.candidates} - again
-    return _actions(problem, saved, again)
+    return actions_saving(problem, saved, again)
 
 
-def _actions(problem: Problem, saved: Collection[int], again: Collection[int]) -> tuple[Action, ...]:
+def actions_saving(problem: Problem, saved: Collection[int], again: Collection[int]) -> tuple[Action, ...]:
     """A plan that saves these storages and computes those again."""
     links = [
         s

@@ -14,13 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
+from executor.frameworks.inductor import actions_saving
 from simulator.core.problem import Problem
 from simulator.core.replay import Timeline
 from simulator.planners.outcome import finish
 from tracer.record.torch_budget import SavedSet
 from traces.errors import PlanError
 from traces.files.json_records import Form, JsonRecord
-from traces.records.plan import SAVE, Action, Plan
+from traces.records.plan import Action, Plan
 from traces.records.trace import TraceMeta
 
 UNLIMITED_BYTES: Final = 1 << 62
@@ -77,20 +78,7 @@ def actions_for(problem: Problem, choice: SavedSet) -> tuple[Action, ...]:
     """The actions that a saved set means; see the module's text. Raises PlanError if it names a storage that the trace
     does not have.
     """
-    trace = problem.trace
-    n = len(trace.storages)
+    n = len(problem.trace.storages)
     if any(not 0 <= s < n for s in (*choice.saved, *choice.recomputed)):
         raise PlanError(f"a saved set names storages that the trace, which has {n}, does not have.")
-    saved = frozenset(choice.saved)
-    out = [Action(storage=s) for s in problem.candidates if s not in saved]
-    links = [
-        s
-        for s in range(n)
-        if 0 <= trace.storages.producer[s] < problem.forward_end
-        and not problem.saved_by_default[s]
-        and not problem.pinned[s]
-    ]
-    again = frozenset(choice.recomputed)
-    out += [Action(storage=s, recipe=SAVE) for s in links if s in saved]
-    out += [Action(storage=s) for s in links if s in again and s not in saved and problem.rebuildable[s]]
-    return tuple(out)
+    return actions_saving(problem, frozenset(choice.saved), frozenset(choice.recomputed))
