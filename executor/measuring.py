@@ -97,7 +97,7 @@ def do(**fields: Any) -> dict[str, Any]:
 
 def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
-    from executor.training.module import apply_plan, planned_otherwise
+    from executor.training.module import apply_plan
     from executor.verifying import verify
     from tracer.precision.policy import scale_of
     from tracer.step.loop import run_step
@@ -128,7 +128,7 @@ def perform(job: Job) -> JobResult:
             return scale_of(step.scaler) >= before
 
         def beside() -> Once:
-            other = planned_otherwise(model, replace(plan, actions=(), rewrites=()))
+            other = apply_plan(model, replace(plan, actions=(), rewrites=()))
             return lambda: run(other)
 
         return _Ready(lambda: run(model), beside if job.variant == PLAN else None)
@@ -145,6 +145,7 @@ def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, t
 
     from tracer.measure.probes import memory_profiler
 
+    gc.collect()  # what goes while the profiler runs would count as less than nothing
     with memory_profiler() as prof:
         ready = prepare()
 

@@ -21,7 +21,7 @@ from executor.emit import Call, emitter
 from simulator.core.schedule import Schedule
 from simulator.core.transfers import PREFETCH, RELOAD
 from tracer.capture.passes.batch_norm import again as without_effect
-from tracer.record.program import Program, inplace_twin
+from tracer.record.program import Program, inplace_twin, is_number
 from tracer.torch_api import BoxedCodeGen
 from traces.errors import PlanError
 from traces.records.trace import VIEW
@@ -124,7 +124,8 @@ class _Writing:
             call = emitter(recipe.kind)(self.program, op_id, recipe)
         else:
             target, args = op.node.target, op.node.args
-            args = without_effect(target, args) if again else args
+            if again:
+                target, args = without_effect(target, args)
             call = Call(target=target, args=args, kwargs=dict(op.node.kwargs))
         copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))
         if schedule.takes[step] >= 0 and not self.joint:
@@ -223,6 +224,12 @@ class _Writing:
                 constant.meta = dict(n.meta)
                 self.constants[n, graph] = constant
             return self.constants[n, graph]
+        if n not in self.current and is_number(n):
+            made_in = self.backward if n.meta.get("partitioner_tag") == "is_backward" else self.forward
+            args, kwargs = fx.node.map_arg((n.args, n.kwargs), lambda a: self._resolve(a, made_in))
+            number = made_in.create_node("call_function", n.target, args, kwargs, name=n.name)
+            number.meta = dict(n.meta)
+            self._put(n, number, made_in)
         if n not in self.current:
             raise PlanError(f"the schedule needs the value of {n.name} before it exists; please report this.")
         copy = self.current[n]

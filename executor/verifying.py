@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from executor.fitting.gradient_errors import Random, deterministic, relative_error
-from executor.training.module import apply_plan, capture_now
+from executor.training.module import apply_plan
 from executor.verification import Verification
 from tracer.precision.policy import scaler_tensors
 from tracer.step.loop import TrainingStep, run_step
@@ -177,10 +177,7 @@ def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
         side = _Side(step, step.model, device)
         side.step = replace(step, loop=replace(step.loop, release_gradients=False))
         return side
-    planned = apply_plan(step.model, plan)
-    if step.own is None:  # whose first call captures
-        capture_now(planned, step.args, step.kwargs)
-    return _Side(step, planned, device)
+    return _Side(step, apply_plan(step.model, plan), device)
 
 
 def _train(a: _Side, b: _Side, steps: int) -> Verification:

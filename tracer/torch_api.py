@@ -113,6 +113,11 @@ USED: Final = {
     "functorch_config": "torch._functorch.config",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     # torch.compile
+    "enter_autocast": "torch.amp.autocast_mode:_enter_autocast",
+    "BackendCompilerFailed": "torch._dynamo.exc:BackendCompilerFailed",
+    "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
+    "dynamo_config": "torch._dynamo.config",
+    "backend_aot_autograd": "torch._dynamo.backends.common:aot_autograd",
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass:CustomPartitionerFn",
     "current_compile_id": "torch._guards:CompileContext.current_compile_id",
     "default_partition": "torch._functorch.partitioners:default_partition",

@@ -14,14 +14,12 @@ import torch
 from torch import nn
 
 from executor.fitting.gradient_errors import plan_measured
-from executor.training.module import REPLAN, apply_recorded, capture_now
+from executor.training.module import REPLAN, apply_recorded
 from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
-from tracer.step.batch import split_batch, to_device
 from tracer.step.loop_options import JOIN_LOSS
-from traces.errors import SpecError
 
 
 def fit(
@@ -42,13 +40,11 @@ def fit(
     seconds: float = DEFAULTS.seconds,
     in_place: bool = False,
     on_mismatch: str = REPLAN,
-    smaller: Any = None,
     say: Say = on_stderr,
 ) -> nn.Module:
     """The model, training within a budget of memory from its next call on.
 
-    Nothing runs: the step is captured on fake tensors, planned, and what was captured serves the first call with
-    arguments like those of `batch`.
+    Nothing runs: the step is captured on fake tensors and planned. The first call in training compiles it by the plan.
 
     Args:
         model, batch, loss, optimizer, scaler: the training step, as `tracer.trace` takes it. A model in evaluation mode
@@ -66,8 +62,6 @@ def fit(
             make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
             measured on this batch, and that of the plan, in which it stands.
         in_place, on_mismatch: as in `apply_plan`.
-        smaller: another batch of the loop, of sizes below those of `batch` where they vary. The one capture for calls
-            of all sizes is then made here, and no step waits for it. For plans by recomputation alone.
         say: told what happens, a line each time.
 
     Returns:
@@ -92,8 +86,6 @@ def fit(
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock = time.monotonic(), Clock(say)
-    if smaller is not None and (levers or allow != "bit"):
-        raise SpecError("one capture for all sizes is for plans by recomputation alone: leave smaller out.")
     step = record(model, batch, loss, wanted, amp, untouched=True, join=allow != "bit")
     clock.done(f"captured {len(step.program.ops)} ops")
     for warning in warnings_of(Problem(step.trace)):
@@ -105,18 +97,6 @@ def fit(
         say(
             "the plan makes the loss, too: train with planned_loss(model, batch) in place of loss(model(x), y)"
         )
-    planned = apply_recorded(model, plan, step, wanted, loss, in_place=in_place, on_mismatch=on_mismatch)
-    if smaller is not None:
-        clock.done(_capture_sizes(planned, smaller, loss))
+    planned = apply_recorded(model, plan, wanted, loss, in_place=in_place, on_mismatch=on_mismatch)
     say(f"ready after {time.monotonic() - began:.1f} s")
     return planned
-
-
-def _capture_sizes(planned: Any, smaller: Any, loss: Callable[..., Any] | None) -> str:
-    """Capture a planned model for calls of all sizes before the first of them; what was done, in words."""
-    where = next((p.device for p in planned.parameters()), "cpu")
-    given = split_batch(planned, to_device(smaller, str(where), None), loss)
-    if capture_now(planned, given.args, given.kwargs).sizes is not None:
-        return "captured for calls of all sizes"
-    why = planned.receipt().one_by_one or ("no size of smaller is below that of batch.",)
-    return f"calls of other sizes will be captured one by one: {why[0].rstrip('.')}"

@@ -10,13 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from executor.training.module import apply_plan, capture_now
+from executor.training.module import apply_plan
 from executor.training.planning import Recorded, Say, Wanted, plan_within
 from simulator.core.problem import Problem
 from simulator.core.rewrites import LEVERS
 from simulator.prediction.levers import ANY, parts
 from tracer.api import left_as_found
-from tracer.record.program import Program
 from tracer.step.loop import run_step
 from tracer.step.loop_options import BEFORE, JOIN_LOSS
 from tracer.step.step import BuildStep
@@ -56,15 +55,12 @@ class _Step:
             )
         loop = replace(step.loop, release_gradients=False, zero_grad=BEFORE)
         self.step = replace(step, optimizer=None, loop=loop)
-        self.program: Program | None = None
         self.rng = Random.now(device)
         self.exact = self._gradient(step.model)
 
     def error(self, plan: Plan) -> float:
         """How far the gradient by a plan is from the untouched model's: relative L2."""
         planned = apply_plan(self.step.model, plan)
-        engine = capture_now(planned, self.step.args, self.step.kwargs, self.program)
-        self.program = engine.program.as_captured
         return relative_error(list(zip(self.exact, self._gradient(planned), strict=True)))
 
     def _gradient(self, model: Callable[..., Any]) -> list[torch.Tensor | None]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from executor.guards import bypass
+from executor.training import bypass
 from executor.training.module import PlannedModule, apply_plan, apply_recorded, remove_plan
 from executor.training.planning import Say, Wanted, loss_of, on_stderr, plan_within, record
 from simulator.core.limits import DEFAULTS
@@ -48,7 +48,7 @@ class FirstBatch:
         step = record(module, call, None, self.wanted)
         plan = plan_within(step, self.wanted)
         self.say(f"planned {type(module).__name__} from its first batch: {plan}")
-        apply_recorded(module, plan, step, self.wanted, in_place=True, on_mismatch=self.on_mismatch)
+        apply_recorded(module, plan, self.wanted, in_place=True, on_mismatch=self.on_mismatch)
 
 
 class Awaiting(nn.Module):

@@ -9,71 +9,121 @@ for x, y in data:                                 # the loop stays as it was
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
+import itertools
+import logging
 import sys
-import threading
 import time
+import traceback
+import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
 from typing import Any, Final, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.autograd import forward_ad
 
-from executor.guards import bypass
-from executor.guards.mismatch import HINT, check_parameters
-from executor.guards.state import OWN_CLASS, own_class
-from executor.guards.twin import STATE, twin_of
-from executor.training import hand_over
-from executor.training.autograd import run
-from executor.training.engine import Engine, device_kind, engine_of
-from executor.training.engines import Engines, engine_for
-from executor.training.planning import Recorded, Wanted, on_stderr, plan_call, wanted_of
-from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, SYMBOLIC, CaptureNote, Receipt
+from executor.graphs.graph import Graph, compile_graph, differentiable
+from executor.training import bypass
+from executor.training.match import (
+    Fitted,
+    check_autocast,
+    device_kind,
+    elements_of,
+    fitted,
+    left_out,
+    planned_elements,
+)
+from executor.training.mismatch import HINT, check_parameters
+from executor.training.planning import Wanted, plan_call, wanted_of
+from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, CaptureNote, Receipt
+from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
 from tracer.capture.refusals import check_capturable
-from tracer.precision.policy import Autocast, ambient
+from tracer.capture.scopes import known_to_dynamo
+from tracer.precision.policy import ambient
 from tracer.record.program import Program
+from tracer.record.sketch import sketch
 from tracer.step.batch import split_batch
 from tracer.step.context import is_fake
 from tracer.step.joined import WithLoss
 from tracer.step.loop import scalar
 from tracer.step.loop_options import JOIN_LOSS
-from tracer.torch_api import disable_dynamo, pytree
+from tracer.step.user_errors import first_line, user_line
+from tracer.torch_api import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    disable_dynamo,
+    dynamo_config,
+    inside_torch_func,
+    one_at_a_time,
+    pytree,
+)
 from traces.errors import CaptureError, LowtideError, PlanError, SpecError
-from traces.records.plan import Plan
+from traces.records.plan import Action, Plan
 
 ERROR: Final = "error"  # what to do with a call that the plan is not for: raise,
 EAGER: Final = "eager"  # run the model's own forward,
 REPLAN: Final = "replan"  # or plan it within the same budget, and run its own forward if that is impossible
-A_WHILE_S: Final = 1.0  # after which it is said what a step has waited for
 MOST_REPLANS: Final = 8  # of one model; each takes seconds
 MOST_WARNINGS: Final = 8
 MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
-_ONE_BY_ONE: Final = threading.RLock()  # a capture changes torch for the whole process
+NOTHING: Final = "torch compiled nothing of this call, and ran the model's own forward"
+# What dynamo takes otherwise by default: it would run a call without its plan, unseen, or ignore a hook added later.
+SETTINGS: Final = {
+    "recompile_limit": 256,
+    "accumulated_recompile_limit": 1024,
+    "fail_on_recompile_limit_hit": True,
+    "skip_nnmodule_hook_guards": False,
+    "allow_unspec_int_on_nn_module": True,
+    "optimize_ddp": False,
+    "specialize_float": True,
+    "trace_autograd_ops": True,
+    "allow_rnn": True,  # as the trace has them; their dropout is kept by `tracer.capture.scopes.library_code`
+    "suppress_errors": False,
+}
+
+
+class _ManySizes(PlanError):
+    """The plan is not for a graph of many sizes; it may be for that of the call's own."""
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A graph of a planned module, and what is told of it."""
+
+    graph: Graph
+    fit: str
+    seconds: float
 
 
 @dataclass(slots=True)
 class _State:
-    """What a planned module knows beside the model: its plan, what was captured for it, what was done."""
+    """What a planned module knows beside the model: its plan, what was compiled for it, what was done."""
 
     plan: Plan
     on_mismatch: str = ERROR
     loss: Callable[..., Any] | None = None  # of what the model returns
-    engines: Engines = field(default_factory=Engines)
+    compiled: list[_Compiled] = field(default_factory=list)
+    run: Callable[..., Any] | None = None  # calls the model, compiled
+    of_calls: list[Plan] = field(default_factory=list)  # made for calls that the plan was not for
+    static: bool = False  # each call's sizes are compiled by themselves
+    call: tuple[Any, Any] = ((), {})  # the arguments of the call that is being compiled
+    larger: int = 0  # planned calls that were larger than the plan's
+    planned_elements: int = -1  # of the tensors of the plan's call
     unplanned: int = 0  # how many `with unplanned(...)` are open
     wanted: Wanted | None = None  # of plans to come; None: what the plan says
     without: Counter[str] = field(default_factory=Counter)  # training calls without a plan, by the reason
     warned: int = 0
-    larger: int = 0  # planned calls that were larger than the plan's
     entered: int = 0  # how often the planned forward was reached
-    pool: hand_over.Pool = field(default_factory=hand_over.Pool)  # of a module inside DistributedDataParallel
     inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
     ahead: bool = False  # whether what the plan asks for ahead of all steps was asked for
     whole: nn.Module | None = None  # the model with its loss, planned, where the plan is of both
@@ -102,63 +152,142 @@ class _State:
         assert isinstance(self.whole, PlannedModule)
         return self.whole
 
-    def engine(self, module: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> Engine | None:
-        """What serves a training call; None: the model's own forward. Raises PlanError or CaptureError if nothing does,
-        and that is to be an error.
-        """
-        now = replace(ambient(device_kind(module, leaves)), cache=torch.is_autocast_cache_enabled())
-        try:
-            if self.of_both:
-                raise PlanError(
-                    "the plan makes the loss, too, in tiles, so that what the model returns does not exist: call "
-                    f"planned_loss(model, batch) in place of loss(model(x), y){HINT}"
-                )
-            before = self.engines.made
-            made = engine_for(self.engines, self.plan, module, leaves, spec, now)
-            if made.of is not None and self.engines.made > before and made.of.seconds > A_WHILE_S:
-                on_stderr(
-                    f"a call of another size: captured for all sizes, in {made.of.seconds:.1f} s; fit(..., "
-                    "smaller=BATCH) does so before the first step"
-                )
-            return made
-        except (PlanError, CaptureError) as error:
-            if self.on_mismatch == ERROR:
-                raise
-            refusal = str(error)
-        if refusal not in self.without:
-            engine, why_not = None, ""
-            if self.on_mismatch == REPLAN:
+    # Compiling
+
+    def backend(self, owner: nn.Module) -> Callable[..., Any]:
+        """The backend of torch.compile for the module."""
+
+        @one_at_a_time
+        def compiling(module: fx.GraphModule, examples: Any, **_: Any) -> Any:
+            began = time.monotonic()
+
+            def decide(graph: Graph) -> tuple[Program, tuple[Action, ...]]:
+                found, fit = self._fitted(graph, owner)
+                note.append(fit)
+                return found.program, found.actions
+
+            refused: list[str] = []
+            for gone in left_out(self.plan, differentiable(module)):
+                note: list[str] = []
                 try:
-                    engine = self._replanned(module, leaves, spec, now)
-                except LowtideError as error:
-                    why_not = f" No plan could be made for it: {error}"
-            self._warn(f"{refusal}{why_not}", engine)
-            if engine is not None:
-                return engine
-        self.without[refusal if len(self.without) < MOST_REASONS else "further reasons"] += 1
-        return None
+                    graph, run = compile_graph(module, examples, decide, owner, gone)
+                    break
+                except PlanError as error:
+                    refused.append(str(error))
+            else:
+                if any(isinstance(x, torch.SymInt) for x in examples) and not self.static:
+                    raise _ManySizes(refused[0])
+                raise PlanError(refused[0])
+            if graph.rewritten is not None:
+                self.compiled.append(_Compiled(graph, note[0], time.monotonic() - began))
+            return run
 
-    def _replanned(
-        self, module: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, now: Autocast
-    ) -> Engine:
-        """An engine by a plan for this call alone; LowtideError if there is none."""
-        if sum(e.replanned for e in self.engines.values()) >= MOST_REPLANS:
+        return compiling
+
+    def _fitted(self, graph: Graph, owner: nn.Module) -> tuple[Fitted, str]:
+        """The plan, or one that was made for another call, fitted to a graph; and how it fits."""
+        args, kwargs = self.call
+
+        def seen(program: Program) -> dict[str, Any]:
+            return sketch(program, owner, args, kwargs)
+
+        try:
+            made = fitted(graph, self.plan, seen)
+        except PlanError:
+            for plan in self.of_calls:
+                try:
+                    return fitted(graph, plan, seen), REPLANNED
+                except PlanError:
+                    continue
+            raise
+        return made, EXACT if made.exact else SAVED if made.all_saved else RESIZED
+
+    def steps(self) -> int:
+        return sum(c.graph.steps for c in self.compiled)
+
+    def outputs(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """What a training call returns, by the plan, or as `on_mismatch` says. Raises PlanError or CaptureError if the
+        call cannot be by the plan and that is to be an error."""
+        refused = ""
+        while True:
+            try:
+                return self._at_its_sizes(module, forward, args, kwargs)
+            except (PlanError, CaptureError) as error:
+                if self.on_mismatch == ERROR:
+                    raise
+                refused, again = str(error), bool(refused)
+            if self.on_mismatch != REPLAN or again or refused in self.without:
+                break
+            try:
+                seconds = self._replan(module, args, kwargs)
+            except LowtideError as error:
+                self._warn(f"{refused} No plan could be made for it: {error}", "without the plan")
+                break
+            self._warn(refused, f"by a plan of its own, made in {seconds:.1f} s")
+        if refused not in self.without and self.on_mismatch == EAGER:
+            self._warn(refused, "without the plan")
+        self.without[refused if len(self.without) < MOST_REASONS else "further reasons"] += 1
+        return forward(*args, **kwargs)
+
+    def _at_its_sizes(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """As `_by_plan`, by a graph of many sizes if the plan is for one, and otherwise by that of the call's own."""
+        with contextlib.suppress(_ManySizes):
+            return self._by_plan(module, forward, args, kwargs)
+        self.static, self.run = True, None
+        gc.collect()  # the error holds frames, and with them states and small tensors
+        return self._by_plan(module, forward, args, kwargs)
+
+    def _by_plan(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if inside_torch_func() is not None or forward_ad._current_level >= 0:
+            raise PlanError(
+                "the model was called inside torch.func (grad, jvp, vmap) or forward_ad, which see through no planned "
+                "step; run it without the plan there: inside `with unplanned(model):`."
+            )
+        if self.of_both and not self.of_calls:
+            raise PlanError(
+                "the plan makes the loss, too, in tiles, so that what the model returns does not exist: call "
+                f"planned_loss(model, batch) in place of loss(model(x), y){HINT}"
+            )
+        if self.planned_elements < 0:
+            self.planned_elements = planned_elements(self.plan)
+        now = ambient(device_kind(module, pytree.tree_leaves((args, kwargs))))
+        if not now.cache or now.dtype not in {p.meta.amp for p in self.of_calls}:
+            check_autocast(self.plan, now)
+        if self.run is None:
+            dynamic = False if self.static else None
+            self.run = torch.compile(
+                _alone(_call), backend=self.backend(module), fullgraph=True, dynamic=dynamic
+            )
+        self.call, before = (args, kwargs), self.steps()
+        try:
+            with dynamo_config.patch(**SETTINGS, ignore_logging_functions=_logs()), known_to_dynamo(kwargs):
+                made = self.run(forward, args, kwargs)
+        except TorchDynamoException as error:
+            raise _refusal(module, error) from error
+        finally:
+            self.call = (), {}
+        if self.steps() == before:
+            if self.on_mismatch == ERROR:
+                raise PlanError(f"{NOTHING}{HINT}")
+            self.without[NOTHING] += 1
+        self.larger += 0 < self.planned_elements < elements_of(pytree.tree_leaves((args, kwargs)))
+        return made
+
+    def _replan(self, module: nn.Module, args: Any, kwargs: Any) -> float:
+        """Plan this call alone; returns the seconds that it took. LowtideError if there is no plan."""
+        if len(self.of_calls) >= MOST_REPLANS:
             raise PlanError(f"there are {MOST_REPLANS} such plans already, each of which takes seconds.")
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
         began, wanted = time.monotonic(), self.wanted or wanted_of(self.plan)
-        plan, program = plan_call(module, args, kwargs, self.plan, wanted, now.dtype)
-        engine = engine_for(self.engines, plan, module, leaves, spec, now, program)
-        engine.replanned, engine.seconds = True, time.monotonic() - began
-        return engine
+        amp = ambient(device_kind(module, pytree.tree_leaves((args, kwargs)))).dtype
+        plan, _ = plan_call(module, args, kwargs, self.plan, wanted, amp)
+        self.of_calls.append(plan)
+        return time.monotonic() - began
 
-    def _warn(self, why: str, engine: Engine | None) -> None:
+    def _warn(self, why: str, done: str) -> None:
         """Say once of a refusal what is done instead."""
         self.warned += 1
         if self.warned > MOST_WARNINGS:
             return
-        done = (
-            "without the plan" if engine is None else f"by a plan of its own, made in {engine.seconds:.1f} s"
-        )
         last = " What follows is only counted: see receipt()." if self.warned == MOST_WARNINGS else ""
         warnings.warn(
             f"a training call runs {done}: {why.replace(HINT, '.')}{last}", stacklevel=_callers_level()
@@ -166,22 +295,56 @@ class _State:
 
     def receipt(self) -> Receipt:
         states = [self, *([self.whole._lowtide] if isinstance(self.whole, PlannedModule) else [])]
-        engines = [e for state in states for e in sorted(state.engines.values(), key=lambda e: e.number)]
+        compiled = [c for state in states for c in state.compiled]
         without = sum((state.without for state in states), Counter[str]())
-        captures = [CaptureNote(why=e.why, fit=_fit(e), steps=e.steps, seconds=e.seconds) for e in engines]
-        on_gpu = any(e.kind == "cuda" for e in engines)
-        families = [f for state in states for f in state.engines.families.values()]
+        why = ["first call", *["another kind of call, or another state of the model"] * len(compiled)]
+        captures = [
+            CaptureNote(why=w, fit=c.fit, steps=c.graph.steps, seconds=c.seconds)
+            for c, w in zip(compiled, why, strict=False)
+        ]
+        on_gpu = any(c.graph.kind == "cuda" for c in compiled)
         return Receipt(
             plan=self.plan,
-            planned_steps=sum(e.steps for e in engines),
+            planned_steps=sum(c.graph.steps for c in compiled),
             larger_steps=sum(state.larger for state in states),
             unplanned_steps=without.total(),
             unplanned_because=dict(without),
             captures=tuple(captures),
-            one_by_one=tuple(f.why_not for f in families if f.why_not),
             peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         )
+
+
+def _logs() -> set[Any]:
+    """What transformers calls to say something once, which a graph leaves out."""
+    names = ("warning_once", "info_once", "warning_advice")
+    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+
+
+def _call(forward: Any, args: Any, kwargs: Any) -> Any:
+    """What is compiled."""
+    return forward(*args, **kwargs)
+
+
+def _alone(function: Any) -> Any:
+    """The function with code and a name of its own: by these dynamo keeps what it compiled, and which sizes varied."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return types.FunctionType(code, function.__globals__, code.co_name)
+
+
+_numbers: Final = itertools.count(1)
+
+
+def _refusal(module: nn.Module, error: Exception) -> LowtideError:
+    """Why a call could not be compiled, in our own words."""
+    inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    if isinstance(inner, LowtideError):
+        return inner
+    where = user_line(getattr(inner, "real_stack", None) or traceback.StackSummary())
+    return CaptureError(
+        f"{type(module).__name__} cannot be captured by torch.compile: {first_line(inner)}{where}. Mend that line, or "
+        f"leave what it is in out of the planned module{HINT}"
+    )
 
 
 def _callers_level() -> int:
@@ -192,19 +355,12 @@ def _callers_level() -> int:
     return level
 
 
-def _fit(engine: Engine) -> str:
-    if engine.replanned or engine.sizes is not None:
-        return REPLANNED if engine.replanned else SYMBOLIC
-    return EXACT if engine.exact else SAVED if engine.all_saved else RESIZED
-
-
 class PlannedModule(nn.Module):
     """Mixed in before the model's own class by `apply_plan`: only `forward` differs, and only while training.
 
-    In evaluation mode, without gradients, on fake tensors and inside `unplanned`, the model's own forward runs. The
-    first training call with arguments of new shapes captures the model again (seconds, no activation memory) and
-    applies the plan if the graph has the structure that the plan was made for. A plan of a step under autocast runs
-    under that autocast only.
+    In evaluation mode, without gradients, on fake tensors and inside `unplanned`, the model's own forward runs. In
+    training torch.compile captures it, with guards on what it depends on, and the plan is applied to each graph that
+    has the structure that it was made for. A plan of a step under autocast runs under that autocast only.
     """
 
     _lowtide: _State
@@ -221,29 +377,18 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._lowtide
         state.entered += 1
-        if not bypass.trains(self) or is_fake() or state.whole_runs:
+        if not bypass.trains(self) or is_fake() or state.inside:
             return self._as_written(*args, **kwargs)
         if state.unplanned:
             state.without[UNPLANNED] += 1
             return self._as_written(*args, **kwargs)
         bypass.check_replica(self)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        with _ONE_BY_ONE:
-            engine = state.engine(self, leaves, spec)
-        if engine is None:
-            return self._as_written(*args, **kwargs)
-        (engine.of or engine).steps += 1
-        state.larger += engine.larger
-        given = [x for x in leaves if isinstance(x, torch.Tensor)]
-        tensors = state.engines.tensors(engine)
-        of_parameters = tensors[: len(engine.program.captured.parameters)]
-        if engine.kind == "cuda" and not state.ahead:
+        first = next(self.parameters(), None)
+        if first is not None and first.device.type == "cuda" and not state.ahead:
             state.ahead = True
-            torch.empty(state.plan.ahead_bytes, dtype=torch.uint8, device=of_parameters[0].device)
-        pool = state.pool if hand_over.wanted(self, of_parameters) else None
-        outputs = run(engine, tensors + given, pool)
-        state.engines.set_attributes(engine)
-        return outputs
+            torch.empty(state.plan.ahead_bytes, dtype=torch.uint8, device=first.device)
+        own = vars(self).get(bypass.FORWARD)
+        return state.outputs(self, own or super().forward, args, kwargs)
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without the plan: the instance's own, if it had one, else the class's."""
@@ -278,7 +423,9 @@ def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of planned models of this class, under its name and with its signature."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if STATE not in vars(self):  # what wraps this stayed behind when the plan was removed
+        state = getattr(self, STATE, None)
+        # What wraps this stayed behind when the plan was removed; or the model is captured with its loss.
+        if state is None or state.whole_runs:
             return kind.forward(self, *args, **kwargs)
         return PlannedModule.forward(self, *args, **kwargs)
 
@@ -402,7 +549,7 @@ def remove_plan(model: nn.Module) -> nn.Module:
     return model
 
 
-@contextmanager
+@contextlib.contextmanager
 def unplanned(model: nn.Module) -> Iterator[None]:
     """In the body the model's own forward runs, in training too. Raises PlanError if there is no plan in the model."""
     states = [module._lowtide for module in planned_in(model)]
@@ -426,64 +573,23 @@ def planned_in(model: nn.Module) -> list[PlannedModule]:
     return found
 
 
-def engines_of(planned: nn.Module) -> Engines:
-    """What a module has captured and rewritten so far, and what it captures from now on."""
-    assert isinstance(planned, PlannedModule)
-    return planned._lowtide.engines
-
-
-def planned_otherwise(planned: nn.Module, plan: Plan) -> nn.Module:
-    """The same model under another plan; what was captured for the first is not captured again. Raises PlanError if the
-    plan is for a graph of another structure.
-    """
-    before, other = engines_of(planned), apply_plan(planned, plan)
-    engines = engines_of(other)
-    engines.unread = before.unread
-    own = {key: e for key, e in before.items() if not e.replanned and e.sizes is None}
-    engines.update((key, engine_of(e.program, plan, e.kind)) for key, e in own.items())
-    return other
-
-
 def apply_recorded(
     model: nn.Module,
     plan: Plan,
-    step: Recorded,
     wanted: Wanted | None = None,
     loss: Callable[..., Any] | None = None,
     *,
     in_place: bool,
     on_mismatch: str,
 ) -> nn.Module:
-    """`apply_plan` of a step that was recorded for its plan: what was captured then serves the calls like it. `wanted`:
-    of plans to come; None: what the plan says.
+    """`apply_plan` of a plan for a step of this model, in training mode.
+
+    Args:
+        wanted: of plans to come; None: what the plan says.
     """
     planned = apply_plan(model, plan, loss=loss, in_place=in_place, on_mismatch=on_mismatch)
     assert isinstance(planned, PlannedModule)
-    planned._lowtide.wanted, planned._lowtide.engines.unread = wanted, step.unread
+    planned._lowtide.wanted = wanted
     if not planned.training:
         planned.train()
-    called: nn.Module = planned
-    if planned._lowtide.of_both and step.joined is not None:
-        called, step = planned._lowtide.with_loss(planned), step.joined
-        called._lowtide.engines.unread = step.unread
-    if torch.is_autocast_cache_enabled():  # with which it was captured
-        capture_now(called, step.given.args, step.given.kwargs, step.program)
     return planned
-
-
-def capture_now(
-    planned: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], program: Program | None = None
-) -> Engine:
-    """Capture and rewrite for these arguments without running anything, as the first training call would.
-
-    Args:
-        program: what was captured of this call already.
-
-    Raises:
-        PlanError, CaptureError: as that call would.
-    """
-    assert isinstance(planned, PlannedModule)
-    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-    state = planned._lowtide
-    autocast = Autocast(dtype=state.plan.meta.amp, kind=device_kind(planned, leaves))
-    return engine_for(state.engines, state.plan, planned, leaves, spec, autocast, program)

@@ -15,9 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from executor.guards.bypass import later_forward_off
-from executor.guards.state import Path, Watch, unread_of
-from executor.guards.twin import STATE, twin_of
+from executor.training.bypass import later_forward_off
+from executor.training.twin import STATE, twin_of
 from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
@@ -74,7 +73,6 @@ class Recorded:
     program: Program
     given: SplitBatch
     on_gpu: bool
-    unread: frozenset[Path]  # settings of torch's that it was seen not to read
     joined: Recorded | None = None  # of model and loss function as one, as the trace has it
 
 
@@ -106,7 +104,7 @@ def record(
     step = in_hand(bare, batch, loss, wanted.optimizer, wanted.scaler, {}, options, 0)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
-    with left_as_found(False), own_hooks_off(bare), unread_of(Watch(bare), frozenset()) as unread:
+    with left_as_found(False), own_hooks_off(bare):
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=untouched)
         found = record_joined(step, draft, ProfileUse(), device=str(where)) if join else None
     given = split_batch(bare, to_device(batch, str(where), None), loss)
@@ -116,7 +114,6 @@ def record(
         program=draft.program,
         given=given,
         on_gpu=bool(name),
-        unread=frozenset(unread),
     )
     if found is None or recorded.trace.joined is None:
         return recorded

@@ -11,7 +11,6 @@ from traces.units import show_bytes
 
 EXACT: Final = "exact"  # the graph is the plan's to the byte
 RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
-SYMBOLIC: Final = "of many sizes"  # it has the plan's structure at all sizes that it serves
 # A size of one makes another graph, which takes less without any eviction.
 SAVED: Final = "with all values saved"
 REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
@@ -22,7 +21,7 @@ class CaptureNote:
     """One capture that serves calls."""
 
     why: str  # "first call", or what had changed since the last capture
-    fit: str  # EXACT, RESIZED, SYMBOLIC, SAVED or REPLANNED
+    fit: str  # EXACT, RESIZED, SAVED or REPLANNED
     steps: int  # that it served
     seconds: float  # that capturing, planning and rewriting took
 
@@ -37,7 +36,6 @@ class Receipt:
     unplanned_steps: int
     unplanned_because: Mapping[str, int]  # why, and how many
     captures: tuple[CaptureNote, ...]
-    one_by_one: tuple[str, ...]  # why calls that differ in sizes alone are not served by one capture
     # The highest of the process so far, by CUDA's allocator; None on a CPU, where nobody counts.
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -53,7 +51,6 @@ class Receipt:
                     : self.larger_steps
                 ],
                 *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
-                *(f"  calls of other sizes are captured one by one: {why}" for why in self.one_by_one),
                 *(f"  {c.steps} {c.fit}, captured in {c.seconds:.1f} s: {c.why}" for c in self.captures),
             ]
         )

@@ -34,8 +34,8 @@ BUDGET = 0.5  # of torch: in between, so that it runs all of its minimum cuts an
 
 def measure(name: str, cache: Path, rounds: int, points: int, planner: str) -> dict[str, Any]:
     """Both sides of one model."""
+    from tests.bench.baselines.saved_by_torch import Setting, saved_set
     from tests.bench.baselines.torch_budget import same_graph_again
-    from tracer.record.torch_budget import Setting, saved_set
 
     options = MODELS[name]
     trace = trace_of(cache, name, **options)

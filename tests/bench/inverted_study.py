@@ -31,7 +31,6 @@ from executor.codecs.fewbit import intervals
 from executor.codecs.payloads import seed
 from executor.inverted.fits import X_MIN
 from executor.inverted.formulas import FORWARD, gradient, pack
-from executor.training.module import capture_now
 from simulator.core.formats import FORMATS
 from simulator.core.problem import Problem
 from simulator.core.rewrites import LEVERS, exactness_of, rewritten_problem
@@ -271,7 +270,7 @@ def gradients() -> list[dict[str, Any]]:
         for amp in ("", "bfloat16"):
             options = {"amp": amp} if amp else {}
             made = trace(spec_of(build), target="cpu", profile=False, **options)
-            step, program = load_spec(spec_of(build), options)(), None
+            step = load_spec(spec_of(build), options)()
             exact = gradient_of(step, step.model)
             for kind in ("invert", *LOSSY):
                 plan = plan_by(made, kind)
@@ -279,7 +278,6 @@ def gradients() -> list[dict[str, Any]]:
                     continue
                 seed()
                 planned = apply_plan(step.model, plan)
-                program = capture_now(planned, step.args, step.kwargs, program).program.before
                 off = gradient_of(step, planned) - exact
                 error = float(off.norm() / exact.norm())
                 row = {"model": build.__name__, "autocast": amp, "way": kind, "values": len(plan.rewrites)}

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
-from executor.training.hand_over import Pool  # noqa: E402
+from executor.graphs.hand_over import Pool  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402

@@ -367,7 +367,7 @@ def test_what_the_loss_depends_on_is_watched() -> None:
     loss.ignore_index = int(y[0, 0])
     assert torch.allclose(planned_loss(planned, (x, y)), of_rows(model(x), y), rtol=1e-6)
     loss.label_smoothing = 0.3
-    with pytest.raises(PlanError, match="label_smoothing"):
+    with pytest.raises(PlanError, match="another graph"):
         planned_loss(planned, (x, y))
 
 
@@ -382,11 +382,11 @@ def test_a_method_of_the_model_is_that_of_the_planned_one() -> None:
     eager = copy.deepcopy(model)
     made = in_tiles(joined(trace(model, (x, y), loss=model.criterion)), 4)
     planned = apply_plan(model, made, loss=model.criterion)
-    several = [planned_loss(planned, (x, targets)) for targets in (y, x)]  # before one backward
+    several = [planned_loss(planned, (x, targets)) for targets in (y, y.flip(0))]  # before one backward
     sum(several).backward()
-    sum(eager.criterion(eager(x), targets).sum() for targets in (y, x)).backward()
+    sum(eager.criterion(eager(x), targets).sum() for targets in (y, y.flip(0))).backward()
     agree(eager, planned)
-    with pytest.raises(PlanError, match="ran twice"):
+    with pytest.raises(RuntimeError, match="second time"):
         several[0].backward()
     with torch.no_grad():
         planned_loss(planned, (x, y))

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 from executor.training.module import apply_plan  # noqa: E402
 from simulator import plan  # noqa: E402
 from tracer import trace  # noqa: E402
-from traces.errors import CaptureError, PlanError  # noqa: E402
+from traces.errors import CaptureError  # noqa: E402
 
 F = nn.functional
 
@@ -138,24 +138,10 @@ def planned(kind: type[Net]) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("kind", [Finite, Asserts, Prints, Warns])
-def test_a_look_that_decides_nothing_is_captured(kind: type[Net]) -> None:
-    model, untouched = planned(kind)
-    for a, b in zip(train(model, kind), train(untouched, kind), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_check_goes_on_checking() -> None:
-    model, untouched = planned(Finite)
-    bad = X.clone()
-    bad[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="not finite"):
-        untouched(bad)
-    with pytest.raises(PlanError, match=r"test_looks\.py:\d+"):
-        model(bad)
-    model(X).sum().backward()
-    model, _ = planned(Asserts)
-    with pytest.raises(PlanError, match="the answer was True"):
-        model(X, LABELS + 8)
+def test_a_look_that_decides_nothing_is_traced_and_refused_in_training(kind: type[Net]) -> None:
+    model, _ = planned(kind)
+    with pytest.raises(CaptureError, match=r"test_looks\.py:\d+"):
+        train(model, kind)
 
 
 @pytest.mark.parametrize("kind", [Branches, Chooses, Picks, Detaches, Shapes, Scales, Returns, Counts])
@@ -195,8 +181,4 @@ def test_a_check_of_torch_s_own_loss_is_one_wherever_it_stands() -> None:
     outside = trace(model, (x, x[:, :4]), loss=Spread.outside, profile=False)
     assert outside.meta.grad_outputs == (0, 1)
     inside = trace(model, {"x": x, "targets": x[:, :4]}, profile=False)
-    changed = apply_plan(model, plan(inside, "90%"))
-    assert torch.equal(changed(x, x[:, :4]), model(x, x[:, :4]))
-    for bad, error in ((model, ValueError), (changed, PlanError)):
-        with pytest.raises(error, match=r"negative|looks\.py:\d+.*the answer was False"):
-            bad(-x, x[:, :4])
+    assert inside.meta.grad_outputs == (0,)

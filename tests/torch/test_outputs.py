@@ -41,6 +41,7 @@ SECOND = {
     "a view of a parameter": lambda m, x, y: m.a.weight.t(),
     "made from the first": lambda m, x, y: y.tanh(),
 }
+SHARED = ("the same", "a view", "a parameter", "a view of a parameter")
 LOSSES = {
     "both": (lambda o: o[0].pow(2).mean() + o[1].abs().mean(), (0, 1)),
     "the first": (lambda o: o[0].pow(2).mean(), (0,)),
@@ -60,7 +61,13 @@ def test_the_loss_decides_which_outputs_have_gradients(second: str, which: str) 
     made = recorded(build)
     assert made.program.captured.grad_outputs == wanted
     assert "aten.clone.default" not in made.trace.ops.target
-    outcome = verify(build, plan_of(made.trace), steps=2)
+    plan = plan_of(made.trace)
+    if second in SHARED and which != "the first" and (second, which) != ("the same", "the second"):
+        # torch.compile makes such outputs behind the graph.
+        with pytest.raises(PlanError, match=r"another graph|compiled nothing"):
+            verify(build, plan, steps=2)
+        return
+    outcome = verify(build, plan, steps=2)
     assert outcome.bit_equal, outcome.first_difference
     assert len(measure(made, build, "cpu", rounds=1, warmup=1).costs) == len(made.rows)
 

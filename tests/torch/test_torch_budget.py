@@ -16,11 +16,11 @@ from torch import nn  # noqa: E402
 
 from simulator.core.problem import Problem  # noqa: E402
 from tests.bench.baselines import torch_budget as command  # noqa: E402
+from tests.bench.baselines.saved_by_torch import Setting, saved_set  # noqa: E402
 from tests.bench.baselines.saved_sets import SavedSets, plans  # noqa: E402
 from tests.tiny import fwd  # noqa: E402
 from tests.tiny import trace as tiny_trace  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
-from tracer.record.torch_budget import Setting, saved_set  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem  # noqa: E402

@@ -345,19 +345,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any], *, on_gpu: bool) -> Ca
     result = graph.output(
         (model_outputs, tuple(grads.get(k) for k in param_keys), tuple(grads.get(k) for k in input_keys))
     )
-    # Detached identities first, so that every later rule sees the real producers.
-    for n in list(graph.nodes):
-        if n.op == "call_function" and n.target is aten.detach.default:
-            source = n.args[0]
-            n.replace_all_uses_with(source)
-            graph.erase_node(n)
-    split_dropout(graph)
-    if on_gpu:
-        mutations = put_cudnn(graph, mutations)
-    _write_buffers(graph, mutations)
-    _drop_unused(graph)
-    graph.lint()  # nobody calls the module, so its code is not written anew
-    forward, backward = _phases(graph)
+    forward, backward = plain(graph, mutations, on_gpu=on_gpu)
     out_nodes, param_grads, input_grads = result.args[0]
     return Captured(
         graph_module=gm,
@@ -374,6 +362,33 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any], *, on_gpu: bool) -> Ca
         output_spec=notes["spec"],
         output_template=notes["template"],
     )
+
+
+def plain(
+    graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]], *, on_gpu: bool
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """Make a joint graph what this module's docstring says, in place.
+
+    Args:
+        mutations: pairs of an overwritten placeholder and its new value.
+        on_gpu: batch norms are cuDNN's where torch takes it.
+
+    Returns:
+        the calls of forward and of backward, in their order.
+    """
+    # Detached identities first, so that every later rule sees the real producers.
+    for n in list(graph.nodes):
+        if n.op == "call_function" and n.target is aten.detach.default:
+            n.replace_all_uses_with(n.args[0])
+            mutations = [(t, n.args[0] if v is n else v) for t, v in mutations]
+            graph.erase_node(n)
+    split_dropout(graph)
+    if on_gpu:
+        mutations = put_cudnn(graph, mutations)
+    _write_buffers(graph, mutations)
+    _drop_unused(graph)
+    graph.lint()  # nobody calls the module, so its code is not written anew
+    return _phases(graph)
 
 
 def _inputs(placeholders: Iterable[fx.Node]) -> dict[tuple[str, Any], fx.Node]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,9 +14,10 @@ from torch.fx import traceback as fx_traceback
 from tracer.capture.cuda.recurrent import recurrent_results
 from tracer.capture.refusals import check_statistics
 from tracer.capture.torch_fixes.dropout import idle_dropout
+from tracer.capture.torch_fixes.grouped import true_results
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
-from tracer.torch_api import BatchNorm, FakeTensor, FakeTensorMode, dynamo_utils, pytree, replaced
+from tracer.torch_api import CAPTURING, BatchNorm, FakeTensor, FakeTensorMode, dynamo_utils, pytree, replaced
 
 
 def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
@@ -194,6 +195,45 @@ def _causal_masks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """In the body, a call that torch.compile may capture finds what `library_code` and `true_results` say. Transformers
+    takes positions that a model makes itself for those of one sequence, as they are: it looks into them for packed
+    sequences, and where it cannot, in a graph, masks for any.
+
+    Threads may be in the body together.
+
+    Args:
+        kwargs: of the call; positions among them are the user's, and may be of packed sequences.
+    """
+    both = [_results, _positions] if "position_ids" not in kwargs else [_results]
+    with contextlib.ExitStack() as stack:
+        for shared in both:
+            stack.enter_context(shared.body())
+        yield
+
+
+class _Shared:
+    """A context that is entered once for all threads in its body, and left by the last of them."""
+
+    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self.context, self.inside, self.stack = context, 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[None]:
+        with CAPTURING:
+            self.inside += 1
+            if self.inside == 1:
+                self.stack.enter_context(self.context())
+        try:
+            yield
+        finally:
+            with CAPTURING:
+                self.inside -= 1
+                if not self.inside:
+                    self.stack.close()
+
+
+@contextlib.contextmanager
 def _unpacked_sequences() -> Iterator[None]:
     """transformers looks into the position ids for packed sequences; without any (the eager answer here), None."""
     masking: Any = sys.modules.get("transformers.masking_utils")
@@ -202,3 +242,7 @@ def _unpacked_sequences() -> Iterator[None]:
         return
     with replaced(masking, find_packed_sequence_indices=lambda position_ids: None):
         yield
+
+
+_results: Final = _Shared(true_results)
+_positions: Final = _Shared(_unpacked_sequences)

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from tracer.torch_api import replaced
+from tracer.torch_api import enter_autocast, replaced
 
 
 @contextlib.contextmanager
@@ -47,6 +48,42 @@ def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         kernels(f"Autograd{kind.upper()}", {"to.dtype": to}),
     ):
         yield
+
+
+@contextlib.contextmanager
+def casts_cached(graph: fx.GraphModule, kind: str) -> Iterator[None]:
+    """In the body the graph that dynamo captured casts its inputs as eager does, whenever it is interpreted."""
+    calls = graph.graph.find_nodes(op="call_function", target=enter_autocast)
+    if not torch.is_autocast_enabled(kind) and not calls:
+        yield
+        return
+    opened: list[contextlib.ExitStack] = []
+
+    def enter(*inputs: Any) -> None:
+        leave()
+        stack = contextlib.ExitStack()
+        opened.append(stack)
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(True)
+        stack.enter_context(cached_casts(kind, [x for x in inputs if isinstance(x, torch.Tensor)]))
+
+    def leave() -> None:
+        while opened:
+            opened.pop().close()
+
+    holders = graph.graph.find_nodes(op="placeholder")
+    first = next(n for n in graph.graph.nodes if n.op != "placeholder")
+    (last,) = graph.graph.find_nodes(op="output")
+    with graph.graph.inserting_before(first):
+        added = [graph.graph.call_function(enter, tuple(holders))]
+    with graph.graph.inserting_before(last):
+        added.append(graph.graph.call_function(leave, ()))
+    try:
+        yield
+    finally:
+        leave()
+        for n in added:
+            graph.graph.erase_node(n)
 
 
 @contextlib.contextmanager

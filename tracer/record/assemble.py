@@ -259,7 +259,7 @@ class _Stub:
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self.told.get(self.calls, lambda given: None)(given)
         anchor, inputs, handing = None, self.parameters, hands_over(self.parameters)
-        if handing:  # as in `executor.training.hand_over`: not through autograd's graph
+        if handing:  # as in `executor.graphs.hand_over`: not through autograd's graph
             with recorder.paused():
                 anchor, inputs = torch.empty(0, requires_grad=True), [p.detach() for p in inputs]
         return captured.outputs_from(Model.apply(anchor, *inputs, *given))

@@ -195,6 +195,7 @@ class _Run:
         known = next((x.fake_mode for x in vals if isinstance(x, FakeTensor)), None)
         self.mode: FakeTensorMode = known or FakeTensorMode(allow_non_fake_inputs=True)
         self.env: dict[fx.Node, Any] = {}
+        self.numbers: dict[fx.Node, Any] = {}  # what nodes that compute sizes come to
         self.storage_of: dict[fx.Node, tuple[int, ...]] = {}
         self.rows: list[OpRow] = []
         self.storages: list[StorageRow] = []
@@ -239,7 +240,8 @@ class _Run:
                 self.tangents.append(s)
         for n in self.captured.numbers:
             assert self.known is not None
-            self.env[n], self.storage_of[n] = number(n.meta["val"], self.known), ()
+            self.env[n] = self.numbers[n] = number(n.meta["val"], self.known)
+            self.storage_of[n] = ()
 
     def _apart(self, x: torch.Tensor) -> torch.Tensor:
         """An argument with a storage that no other shares."""
@@ -271,6 +273,10 @@ class _Run:
             i = self._op_of[n] = self._op_of[n.args[0]]
             self._parts[i].append(n)
             return
+        if is_number(n):
+            self.env[n] = self.numbers[n] = n.target(*args, **kwargs)
+            self.storage_of[n] = ()
+            return
         out = _on_fakes(n.target, args, kwargs, self.mode)
         out = self.env[n] = results(n.target, args, kwargs, out, laptop=self.captured.target is not None)
         _check_dense(n, out)
@@ -299,7 +305,7 @@ class _Run:
                 reads=tuple(reads),
                 writes=tuple(dict.fromkeys([*created, *mutated])),
                 flags=_flags(n, not touched.isdisjoint(reads), view=view),
-                arguments=arguments(n, {k: self.env[k] for k in self.captured.numbers}),
+                arguments=arguments(n, self.numbers),
             )
         )
         self._op_of[n], self._parts[i] = i, [n]
@@ -309,6 +315,11 @@ class _Run:
             GraphOp(node=n, parts=tuple(parts), storage_of={m: self.storage_of[m] for m in (n, *parts)})
             for n, *parts in self._parts.values()
         )
+
+
+def is_number(n: fx.Node) -> bool:
+    """Whether a node computes a size from others, which is no op of a step."""
+    return n.op == "call_function" and isinstance(n.meta.get("val"), int | torch.SymInt)
 
 
 def arguments(n: fx.Node, numbers: Mapping[fx.Node, int]) -> str:

@@ -224,6 +224,7 @@ def header(step: TrainingStep, program: Program, build: BuildStep, device: str, 
         graph_fingerprint=program.fingerprint(),
         structure_fingerprint=program.fingerprint(sizes=False),
         sketch=sketch(program, step.model, step.args, step.kwargs),
+        inputs=sum(s.producer < 0 for s in program.storages),
     )
 
 

@@ -65,7 +65,7 @@ def built(name: str) -> Iterator[None]:
         raise problem from error
     except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
         raise _memory(error, name) or SpecError(
-            f"{name} cannot be built with these options: {type(error).__name__}: {_first_line(error)}; other "
+            f"{name} cannot be built with these options: {type(error).__name__}: {first_line(error)}; other "
             "sizes may do."
         ) from error
 
@@ -77,7 +77,7 @@ def _memory(error: Exception, name: str) -> OutOfMemoryProblem | None:
     if not is_out_of_memory(error):
         return None
     return OutOfMemoryProblem(
-        f"{name} ran out of memory ({_first_line(error)}); take a smaller batch, or leave --device out: a fake trace "
+        f"{name} ran out of memory ({first_line(error)}); take a smaller batch, or leave --device out: a fake trace "
         "needs no memory for the step."
     )
 
@@ -112,10 +112,10 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
             f"output whose shape depends on data{line}. Only one fixed sequence of ops can be planned; replace the "
             "branch by torch.where or by a Python value that is known beforehand."
         )
-    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}{line}.")
+    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {first_line(error)}{line}.")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says, without the stack of C++ frames that torch's go on with."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:400].rstrip(".")
 

@@ -185,6 +185,7 @@ class TraceMeta:
     # What the captured call was like, for telling why another graph is another: `tracer.record.sketch`. Empty in traces
     # older than this field, and left out of their JSON.
     sketch: dict[str, Any] = field(default_factory=dict)
+    inputs: int = 0  # how many storages of the captured graph no op of it makes; 0: not told
     stretches: tuple[Stretch, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -193,7 +194,7 @@ class TraceMeta:
             raise ValueError("rerun_workspaces holds something else than bytes")
 
     def to_json(self) -> dict[str, Any]:
-        left_out = ("sketch", "moved", "flattened", "stretches", "within_backward")
+        left_out = ("sketch", "inputs", "moved", "flattened", "stretches", "within_backward")
         return {k: v for k, v in to_json(self).items() if k not in left_out or v}
 
     @classmethod

@@ -11,17 +11,17 @@ views counts as saved for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
-from executor.frameworks.inductor import actions_saving
 from simulator.core.problem import Problem
 from simulator.core.replay import Timeline
 from simulator.planners.outcome import finish
-from tracer.record.torch_budget import SavedSet
+from tests.bench.baselines.saved_by_torch import SavedSet
 from traces.errors import PlanError
 from traces.files.json_records import Form, JsonRecord
-from traces.records.plan import Action, Plan
+from traces.records.plan import SAVE, Action, Plan
 from traces.records.trace import TraceMeta
 
 UNLIMITED_BYTES: Final = 1 << 62
@@ -51,6 +51,20 @@ class TorchPlan:
     choice: SavedSet
     plan: Plan
     timeline: Timeline
+
+
+def actions_saving(problem: Problem, saved: Collection[int], again: Collection[int]) -> tuple[Action, ...]:
+    """A plan that saves these storages and computes those again."""
+    links = [
+        s
+        for s, op in enumerate(problem.trace.storages.producer)
+        if 0 <= op < problem.forward_end and not problem.saved_by_default[s] and not problem.pinned[s]
+    ]
+    return (
+        *(Action(storage=s) for s in problem.candidates if s not in saved),
+        *(Action(storage=s, recipe=SAVE) for s in links if s in saved),
+        *(Action(storage=s) for s in links if s in again and s not in saved and problem.rebuildable[s]),
+    )
 
 
 def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:

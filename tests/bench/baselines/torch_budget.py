@@ -95,7 +95,7 @@ def saved_sets(
     """
     import torch
 
-    from tracer.record.torch_budget import Setting, saved_set
+    from tests.bench.baselines.saved_by_torch import Setting, saved_set
 
     begin = time.perf_counter()
     progress(f"Capturing {trace.meta.model} ...")

@@ -160,11 +160,20 @@ def writes(n: fx.Node) -> tuple[Any, ...]:
     return tuple(n.args[k] for k in STATISTICS if n.args[k] is not None)
 
 
-def again(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an op for a second run: a batch norm by cuDNN gets no statistics to update.
+def again(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """An op and its arguments for a second run: a batch norm in training gets no statistics to update.
 
-    The kernel reads them in training only to update them, so its results are the same.
+    The kernel reads them only to update them, so its other results are the same.
     """
-    if target is not aten.cudnn_batch_norm.default or args[5] is not True:
-        return args
-    return (*args[:3], None, None, *args[5:])
+    functional = target is aten._native_batch_norm_legit_functional.default
+    if (not functional and target is not aten.cudnn_batch_norm.default) or args[5] is not True:
+        return target, args
+    return aten.native_batch_norm.default if functional else target, (*args[:3], None, None, *args[5:])
+
+
+def without_statistics(graph: fx.Graph) -> None:
+    """Let no backward of a batch norm in training read the running statistics, which the next forward changes: their
+    gradient does not depend on them."""
+    for n in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if n.args[7] is True:
+            n.args = (*n.args[:3], None, None, *n.args[5:])

@@ -9,12 +9,18 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from executor.guards import bypass
-from executor.guards.state import own_class
+from executor.training import bypass
 
 STATE: Final = "_lowtide"  # the attribute of a planned module that holds its state
+OWN_CLASS: Final = "_lowtide_class"  # and that of a planned module's class with the model's own
 OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module
 DEEPEST: Final = 4  # how many containers deep a module's attributes are searched for modules
+
+
+def own_class(kind: type) -> type:
+    """The model's own class behind the one that a planned module has; any other class as it is."""
+    found: type = vars(kind).get(OWN_CLASS, kind)
+    return found
 
 
 def twin_of(model: nn.Module) -> nn.Module:

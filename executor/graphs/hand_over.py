@@ -30,7 +30,7 @@ Backward = Callable[[list[Any]], Any]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
 
 
-def wanted(module: nn.Module, parameters: Sequence[torch.Tensor]) -> bool:
+def wanted(module: nn.Module | None, parameters: Sequence[torch.Tensor]) -> bool:
     """Whether a module is being called by a DistributedDataParallel that reduces gradients as they come, or by none and
     its parameters have hooks that wait for them.
 
@@ -51,22 +51,35 @@ class Pool:
     sums: dict[int, tuple[nn.Parameter, torch.Tensor]] = field(default_factory=dict)  # by the parameter's id
 
     def backward(
-        self, call: Any, module: fx.GraphModule, parameters: Sequence[nn.Parameter], values: list[Any]
+        self,
+        call: Any,
+        module: fx.GraphModule,
+        parameters: Sequence[nn.Parameter],
+        places: Sequence[int],
+        values: list[Any],
     ) -> Sequence[torch.Tensor | None]:
-        """Run the backward (`executor.rewrite.Rewritten`) of a call, which is pending, and hand its parameters their
-        gradients; returns those of the arguments."""
+        """Run the backward of a call, which is pending, and hand its parameters their gradients.
+
+        Args:
+            module: takes `values` in one list, and returns a flat sequence of gradients.
+            places: of the parameters' gradients among them.
+
+        Returns:
+            that sequence, with None for the parameters.
+        """
         self.pending.discard(call)
         if self.pending:  # maybe in this same backward: nobody knows before its end
-            gradients, rest = module(values)
-            for p, g in zip(parameters, gradients, strict=True):
-                if g is not None:
-                    self._add(p, g)
+            gradients = list(module.forward(values))
+            for p, k in zip(parameters, places, strict=True):
+                if gradients[k] is not None:
+                    self._add(p, gradients[k])
+                gradients[k] = None
             execution_engine.queue_callback(self.flush)
-            return rest
+            return gradients
 
         # Not a second list, which would hold the values until the end.
         values[:0] = [lambda k, g: self._add(parameters[k], g), lambda k: self._hand(id(parameters[k]))]
-        rest = _handing(module)(values)
+        rest: Sequence[torch.Tensor | None] = _handing(module, places)(values)
         self.flush()
         return rest
 
@@ -83,19 +96,19 @@ class Pool:
             self._hand(key)
 
 
-def _handing(module: fx.GraphModule) -> Backward:
+def _handing(module: fx.GraphModule, places: Sequence[int]) -> Backward:
     """The same backward, which takes `put` and `go` first and calls them for each parameter's gradient once it exists
     and nothing reads the parameter any more.
 
-    Between the two the value's name in the generated code is freed. Returns the gradients of the arguments.
+    Between the two the value's name in the generated code is freed. Returns the other gradients.
     """
     made = _variants.get(module)
     if made is None:
         graph = fx.Graph()
         put, go = graph.placeholder("lowtide_put"), graph.placeholder("lowtide_go")
         copies: dict[fx.Node, fx.Node] = {}
-        gradients, rest = graph.graph_copy(module.graph, copies)
-        left = {k: g for k, g in enumerate(gradients) if g is not None}
+        gradients = list(graph.graph_copy(module.graph, copies))
+        left = {k: gradients[place] for k, place in enumerate(places) if gradients[place] is not None}
         for n in list(graph.nodes):
             for k in sorted(left.keys() & n.meta.get(HANDED, ())):
                 for call in ((put, k, left.pop(k)), (go, k)):
@@ -103,7 +116,9 @@ def _handing(module: fx.GraphModule) -> Backward:
                         n = graph.call_function(operator.call, call)
         for k, g in left.items():  # made before backward, and read by no op of it
             graph.call_function(operator.call, (put, k, g))
-        graph.output(rest)
+        for place in places:
+            gradients[place] = None
+        graph.output(tuple(gradients))
         graph.set_codegen(BoxedCodeGen())
         graph.lint()
         made = _variants[module] = fx.GraphModule(module, graph, class_name="LowtideBackwardHandingOver")

@@ -8,13 +8,13 @@ out; a sum with one is the other summand; any other op that joins the two takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
 
 from tracer.torch_api import BoxedCodeGen
+from traces.errors import PlanError
 
 aten = torch.ops.aten
 SUMS: Final = (aten.add.Tensor, aten.add_.Tensor)
@@ -23,14 +23,12 @@ SUMS: Final = (aten.add.Tensor, aten.add_.Tensor)
 def without(
     backward: fx.GraphModule,
     missing: frozenset[str],
-    at_sizes: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> fx.GraphModule:
     """A backward module whose gradients named in `missing` are None; gradients that only they reach are None, too.
 
     Args:
         backward: takes saved values and tangents in one list; its tangents bear `tangent_of` in their meta.
         missing: names of placeholders, which still have a place in the list.
-        at_sizes: a fake tensor of the graph as it is in the call at hand.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node | None] = {}  # None: no gradient comes here
@@ -44,7 +42,7 @@ def without(
             copies[n] = None if n.name in missing else made
             continue
         if n.op == "output":
-            graph.output(fx.node.map_arg(n.args[0], copies.__getitem__))
+            graph.output(fx.node.map_arg(n.args[0], copies.__getitem__)).meta = dict(n.meta)
             continue
         if any(a in reached for a in n.all_input_nodes):
             reached.add(n)
@@ -53,9 +51,10 @@ def without(
         elif not any(a in reached and copies[a] is not None for a in n.all_input_nodes):
             copies[n] = None
         else:
-            copies[n] = _joined(graph, n, copies, at_sizes)
+            copies[n] = _joined(graph, n, copies)
     graph.set_codegen(BoxedCodeGen())
-    graph.eliminate_dead_code()
+    kept = {c for n, c in copies.items() if n not in reached}
+    graph.eliminate_dead_code(lambda n: n in kept or n.is_impure())
     graph.lint()
     return fx.GraphModule(backward, graph, class_name="LowtideBackward")
 
@@ -64,15 +63,26 @@ def _joined(
     graph: fx.Graph,
     n: fx.Node,
     copies: dict[fx.Node, fx.Node | None],
-    at_sizes: Callable[[Any], torch.Tensor],
 ) -> fx.Node:
     """An op that takes gradients of which some are missing."""
     if n.target in SUMS and not n.kwargs and all(isinstance(a, fx.Node) for a in n.args):
         (other,) = (a for a in n.all_input_nodes if copies[a] is not None)
         there = copies[other]
         assert there is not None
-        if n.target is aten.add.Tensor or len(other.users) == 1:
+        lies = n.meta["val"].stride() == other.meta["val"].stride()
+        if lies and (n.target is aten.add.Tensor or len(other.users) == 1):
             return there
+        if not lies:  # as what reads it was captured for
+            val = n.meta["val"]
+            _check_known(val)
+            empty = graph.call_function(
+                torch.empty_strided,
+                (tuple(val.shape), tuple(val.stride())),
+                {"dtype": val.dtype, "device": val.device},
+            )
+            laid = graph.call_function(aten.copy_.default, (empty, there))
+            empty.meta = laid.meta = dict(n.meta)
+            return laid
         copy = graph.call_function(aten.clone.default, (there,))  # what may be overwritten from here on
         copy.meta = dict(n.meta)
         return copy
@@ -81,7 +91,8 @@ def _joined(
         there = copies[a]
         if there is not None:
             return there
-        val = at_sizes(a.meta["val"])
+        val = a.meta["val"]
+        _check_known(val)
         zeros = graph.call_function(
             torch.empty_strided,
             (tuple(val.shape), tuple(val.stride())),
@@ -92,3 +103,11 @@ def _joined(
         return filled
 
     return graph.node_copy(n, given)
+
+
+def _check_known(val: torch.Tensor) -> None:
+    if any(isinstance(n, torch.SymInt) for n in val.shape):
+        raise PlanError(
+            "the loss leaves out an output that the plan's loss uses, in a call of other sizes than the plan's: trace "
+            "the step with this loss and plan again."
+        )

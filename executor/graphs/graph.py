@@ -1,0 +1,389 @@
+"""One graph that dynamo captured: AOTAutograd makes the joint graph of it, the Schedule of a plan cuts that in two, and
+both parts run op by op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from executor.graphs import hand_over
+from executor.graphs.not_made import NotMade
+from executor.graphs.unchanged import digest
+from executor.graphs.unreached import without
+from executor.rewrite import Rewritten, rewrite
+from simulator.core.problem import Problem
+from simulator.core.schedule import build
+from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, At, Input, Joint, inputs_of, joint_of
+from tracer.capture.passes.batch_norm import without_statistics
+from tracer.capture.scopes import library_code
+from tracer.capture.torch_fixes.grouped import true_results
+from tracer.precision.cast_cache import casts_cached
+from tracer.record.program import Program, program_of
+from tracer.step.release import check_alone, hands_over
+from tracer.torch_api import (
+    BoxedCodeGen,
+    backend_aot_autograd,
+    current_autograd_node,
+    functorch_config,
+    preserved_versions,
+)
+from traces.errors import PlanError
+from traces.records.plan import Action
+
+aten = torch.ops.aten
+CALL: Final = "lowtide"  # the key under which the autograd node of a call has its `Call`
+Decide = Callable[["Graph"], tuple[Program, Sequence[Action]]]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Call:
+    """What backward has to know of the forward that it belongs to."""
+
+    digests: tuple[int, ...] = ()  # of the arguments that backward reads
+    parameters: tuple[nn.Parameter, ...] = ()  # that get their gradients inside backward
+
+
+@dataclass(eq=False)
+class Graph:
+    """One graph that dynamo captured: AOTAutograd compiles it by this, and it runs it.
+
+    Attributes:
+        inputs: what its placeholders stand for.
+        decide: given the graph, returns the program to run and a plan's actions on it.
+        kind: the type of its device.
+        of_many_sizes: whether some of its sizes are inputs.
+        left_out: numbers of the outputs that the plan has no gradients for.
+        steps: calls so far.
+        not_made: what stands for outputs that the plan does not make, by their numbers.
+    """
+
+    inputs: list[Input]
+    decide: Decide
+    kind: str = "cpu"
+    of_many_sizes: bool = False
+    pool: hand_over.Pool | None = None
+    joint: Joint | None = None
+    rewritten: Rewritten | None = None
+    left_out: frozenset[int] = frozenset()
+    steps: int = 0
+    not_made: dict[int, NotMade] = field(default_factory=dict)
+    _module: fx.GraphModule | None = None
+    _forward_outputs: int = 0
+    _statistics: list[int] = field(default_factory=list)  # places of what batch norms write
+    _arguments: list[tuple[int, int]] = field(default_factory=list)  # places in forward and in backward
+
+    # What AOTAutograd calls while it compiles
+
+    def partition(
+        self, module: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut the joint graph by the plan. Errors are those of `decide`."""
+        self._module, self._forward_outputs = module, num_fwd_outputs
+        program, actions = self.decide(self)
+        assert self.joint is not None
+        without_statistics(program.captured.graph_module.graph)
+        self.rewritten = rewrite(program, build(Problem(program.trace()), actions))
+        not_made = program.captured.not_made
+        for k, place in self.joint.returned.items():
+            at = self.joint.outputs[place]
+            if isinstance(at, At) and at.number in not_made:
+                self.not_made[k] = NotMade(
+                    self.joint.captured.outputs[at.number].meta["val"], not_made[at.number]
+                )
+        forward, backward = _as_aot_has_them(self.rewritten, self.joint, set(not_made))
+        taken = {n.name: k for k, n in enumerate(backward.graph.find_nodes(op="placeholder"))}
+        holders = forward.graph.find_nodes(op="placeholder")
+        saved = (n for n in holders if f"saved_{n.name}" in taken and isinstance(n.meta["val"], torch.Tensor))
+        found = ((n.meta[PLACE], taken[f"saved_{n.name}"]) for n in saved)
+        self._arguments = [x for x in found if self.inputs[x[0]].kind == ARGUMENT]
+        return forward, backward
+
+    def read(self) -> Program:
+        """The program of the joint graph."""
+        assert self._module is not None
+        on_gpu = self.kind == "cuda"
+        self.joint = joint_of(self._module, self._forward_outputs, self.inputs, on_gpu=on_gpu)
+        return program_of(self.joint.captured, known=self.joint.known or None)
+
+    def forget(self) -> None:
+        """Let go of what only compiling needs."""
+        self._module = self.joint = None
+        self.decide = _no_more
+
+    def forward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        """What runs forward."""
+        run = _boxed(module)
+        holders = module.graph.find_nodes(op="placeholder")
+        self._statistics = [k for k, n in enumerate(holders) if _only_norms_write(n)]
+
+        def call(values: list[Any]) -> Any:
+            self.steps += 1
+            return run(values)
+
+        return _marked_boxed(call)
+
+    def backward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        """What runs backward."""
+        whole, partial = _boxed(module), dict[tuple[int, ...], fx.GraphModule]()
+        holders = module.graph.find_nodes(op="placeholder")
+        tangents = [k for k, n in enumerate(holders) if "tangent_of" in n.meta]
+        places = [k for k, x in enumerate(self.inputs) if x.kind == PARAMETER]
+
+        def call(values: list[Any]) -> Any:
+            known = current_autograd_node().metadata.get(CALL, Call())
+            for (_, k), before in zip(self._arguments, known.digests, strict=False):
+                if digest(values[k]) != before:
+                    raise PlanError(
+                        "an argument was changed in place between forward and backward, and the backward of a planned "
+                        "step reads it: change it after backward, or give the model a clone."
+                    )
+            gone = tuple(k for k in tangents if values[k] is None)
+            if gone and gone not in partial:
+                partial[gone] = without(module, frozenset(holders[k].name for k in gone))
+                _boxed(partial[gone])
+            used = partial[gone] if gone else module
+            if known.parameters and self.pool is not None:
+                if hands_over(known.parameters):
+                    check_alone(known.parameters, PlanError)
+                return self.pool.backward(known, used, known.parameters, places, values)
+            return used.forward(values) if gone else whole(values)
+
+        return _marked_boxed(call)
+
+    def around(self, compiled: Callable[..., Any], owner: nn.Module | None) -> Callable[..., Any]:
+        """What dynamo's code calls: the compiled graph, and around it what backward has to know.
+
+        Args:
+            owner: the module that is being compiled, as a DistributedDataParallel around it knows it.
+        """
+        places = [k for k, x in enumerate(self.inputs) if x.kind == PARAMETER]
+
+        def call(*given: Any) -> Any:
+            values, known = list(given), Call()
+            parameters = tuple(values[k] for k in places)
+            if hand_over.wanted(owner, parameters):
+                # Autograd must not reach the parameters themselves, which get their gradients by the pool.
+                self.pool = self.pool or hand_over.Pool()
+                known.parameters = parameters
+                for k in places:
+                    values[k] = values[k].detach().requires_grad_(values[k].requires_grad)
+            with preserved_versions(tuple(values[k] for k in self._statistics)):
+                outputs = list(compiled(*values))
+            mine = [k for k, x in enumerate(outputs) if _made_here(x)]
+            if not mine:
+                return outputs
+            node = outputs[mine[0]].grad_fn
+            for k in self.left_out:
+                outputs[k] = Unplanned.apply(outputs[k], outputs[mine[0]], k)
+            for k, why in self.not_made.items():
+                outputs[k] = why
+            known.digests = tuple(digest(values[k]) for k, _ in self._arguments)
+            node.metadata[CALL] = known
+            node.set_materialize_grads(
+                False
+            )  # an output that the loss does not use has no gradient, not zeros
+            if known.parameters and self.pool is not None:
+                self.pool.pending.add(known)
+            return outputs
+
+        return torch.compiler.disable(call)
+
+
+class Unplanned(torch.autograd.Function):
+    """Passes on an output that the plan's loss does not differentiate; a loss that does must not pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise PlanError(
+            f"the loss differentiates output {ctx.number} of the model, and the plan was made for a loss that does "
+            "not; trace the step with this loss and plan again."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Could:
+    """An output of dynamo's graph that a loss could differentiate."""
+
+    place: int  # among all outputs
+    number: int  # among those that are tensors
+    scalar: bool
+
+
+def differentiable(module: fx.GraphModule) -> list[Could]:
+    """The outputs of dynamo's graph that a loss could differentiate."""
+    (output,) = module.graph.find_nodes(op="output")
+    vals = [x.meta.get("example_value") if isinstance(x, fx.Node) else None for x in output.args[0]]
+    tensors = [k for k, x in enumerate(vals) if isinstance(x, torch.Tensor)]
+    found = ((n, k, vals[k]) for n, k in enumerate(tensors))
+    return [Could(k, n, x.ndim == 0) for n, k, x in found if x is not None and x.requires_grad]
+
+
+@contextlib.contextmanager
+def _detached(module: fx.GraphModule, left_out: Collection[int]) -> Iterator[None]:
+    """In the body the outputs of dynamo's graph with these numbers have no gradient."""
+    (output,) = module.graph.find_nodes(op="output")
+    before = output.args
+    with module.graph.inserting_before(output):
+        made = {k: module.graph.call_method("detach", (before[0][k],)) for k in left_out}
+    output.args = (tuple(made.get(k, x) for k, x in enumerate(before[0])),)
+    module.recompile()
+    try:
+        yield
+    finally:
+        output.args = before
+        for n in made.values():
+            module.graph.erase_node(n)
+
+
+def compile_graph(
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    decide: Decide,
+    owner: nn.Module | None = None,
+    left_out: Collection[int] = (),
+) -> tuple[Graph, Callable[..., Any]]:
+    """Compile what dynamo captured; returns the graph, and what dynamo is to call in its place.
+
+    Args:
+        owner: the module that it is of, as a DistributedDataParallel around it knows it.
+        left_out: numbers of outputs that the plan has no gradients for.
+    """
+    kinds = (x.device.type for x in examples if isinstance(x, torch.Tensor))
+    graph = Graph(inputs_of(module.graph, examples), decide, next((k for k in kinds if k != "cpu"), "cpu"))
+    compiler = backend_aot_autograd(
+        fw_compiler=graph.forward,
+        bw_compiler=graph.backward,
+        inference_compiler=lambda gm, _: _marked_boxed(_boxed(gm)),
+        partition_fn=graph.partition,
+        decompositions={},
+        keep_inference_input_mutations=True,
+    )
+    graph.left_out = frozenset(left_out)
+    graph.of_many_sizes = any(isinstance(x, torch.SymInt) for x in examples)
+    with (
+        library_code(),
+        true_results(),
+        casts_cached(module, graph.kind),
+        _detached(module, left_out),
+        functorch_config.patch(backward_pass_autocast="off"),  # which runs outside of the region
+    ):
+        compiled = compiler(module, examples)
+    graph.forget()
+    for n in module.graph.nodes:  # whose fake values hold small real ones, by their gradient functions
+        if n.op != "placeholder":
+            n.meta.pop("example_value", None)
+    return graph, graph.around(compiled, owner)
+
+
+def _no_more(graph: Graph) -> Any:
+    raise AssertionError("a graph is compiled once")
+
+
+def _made_here(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and type(x.grad_fn).__name__ == "CompiledFunctionBackward"
+
+
+def _boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph's code, which takes its inputs in one list and empties it."""
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    run: Callable[[list[Any]], Any] = module.forward
+    return run
+
+
+def _marked_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The function with the mark by which AOTAutograd knows that it takes a list."""
+
+    def call(values: list[Any]) -> Any:
+        return run(values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _only_norms_write(n: fx.Node) -> bool:
+    """Whether a placeholder is statistics that batch norms alone write, without a new version in the untouched step."""
+    written = [u.args[1] for u in n.users if u.target is aten.copy_.default and u.args[0] is n]
+
+    def by_norm(x: Any) -> bool:
+        return x.target is operator.getitem and "batch_norm" in str(x.args[0].target)
+
+    return bool(written) and all(map(by_norm, written))
+
+
+def _as_aot_has_them(
+    r: Rewritten, joint: Joint, not_made: Collection[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two modules with inputs and outputs as AOTAutograd expects them of a partition.
+
+    Forward takes primals and returns its outputs, then saved tensors, then saved sizes; backward takes saved sizes,
+    saved tensors and tangents.
+    """
+    forward, backward = r.forward, r.backward
+    (old,) = forward.graph.find_nodes(op="output")
+    made, saved = old.args[0]
+    holders = [n for n in backward.graph.find_nodes(op="placeholder") if "tangent_of" not in n.meta]
+    ranks = [_rank(n) for n in holders]
+    order = sorted(range(len(saved)), key=lambda k: ranks[k])
+    returned: list[Any] = []
+    sizes = {n.target: n for n in forward.graph.find_nodes(op="placeholder")}
+    with forward.graph.inserting_before(old):
+        for x in joint.outputs:
+            value = made[x.number] if isinstance(x, At) else sizes[x.target] if isinstance(x, fx.Node) else x
+            if isinstance(x, At) and x.number in not_made:
+                value = _in_no_memory(forward.graph, joint.captured.outputs[x.number])
+            if isinstance(value, fx.Node) and value in returned:  # one object cannot have and lack a gradient
+                twin = forward.graph.call_function(aten.detach.default, (value,))
+                twin.meta = dict(value.meta)
+                value = twin
+            returned.append(value)
+    old.args = ((*returned, *(saved[k] for k in order)),)
+    _reorder(forward.graph, lambda n: n.meta[PLACE])
+    (old,) = backward.graph.find_nodes(op="output")
+    grads = [g for group in old.args[0] for g in group]
+    old.args = (tuple(grads[x.number] if isinstance(x, At) else None for x in joint.grads),)
+    number = {
+        n: ranks[k] * len(holders) + k if ranks[k] < 2 else -len(holders) + k for k, n in enumerate(holders)
+    }
+    last = 3 * len(holders)
+    _reorder(backward.graph, lambda n: number[n] if n in number else last + n.meta[PLACE])
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+    return forward, backward
+
+
+def _in_no_memory(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    """A value of the same shape that has the memory of one element."""
+    val = like.meta["val"]
+    one = graph.call_function(aten.empty.memory_format, ([],), {"dtype": val.dtype, "device": val.device})
+    whole = graph.call_function(aten.expand.default, (one, list(val.shape)))
+    whole.meta = dict(like.meta)
+    return whole
+
+
+def _rank(n: fx.Node) -> int:
+    """Saved tensors come before those without a check of their version, and these before sizes."""
+    if not isinstance(n.meta.get("val"), torch.Tensor):
+        return 2
+    return 1 if n.meta.get("saved_tensor_with_no_vc_check") else 0
+
+
+def _reorder(graph: fx.Graph, key: Callable[[fx.Node], int]) -> None:
+    """Put a graph's placeholders into an order."""
+    holders = graph.find_nodes(op="placeholder")
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for n in sorted(holders, key=key):
+        first.prepend(n)

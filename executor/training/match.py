@@ -1,0 +1,177 @@
+"""Fit a plan to a captured graph: the program to run, and the plan's actions on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.graphs.graph import Could, Graph
+from executor.matching import check_kind
+from executor.rewriting import rewritten
+from executor.training.mismatch import another_graph, by_ones_alone, elements
+from simulator.core.problem import Problem
+from simulator.core.replay import replay
+from tracer.precision.policy import Autocast
+from tracer.record.program import Program
+from tracer.record.sketch import ops_of
+from traces.errors import PlanError
+from traces.records.plan import Action, Plan
+from traces.records.trace import TraceMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """What runs in the place of a captured graph."""
+
+    program: Program  # rewritten as the plan says
+    actions: tuple[Action, ...]
+    exact: bool = False  # the graph is the plan's to the byte, not only in structure
+    all_saved: bool = False  # by none of the plan's actions, which are for a graph without sizes of one
+
+
+def fitted(graph: Graph, plan: Plan, sketch: Callable[[Program], dict[str, Any]]) -> Fitted:
+    """Fit a plan to a graph.
+
+    A size of one makes another graph. It runs with all values saved if that takes no more than the planned step does.
+
+    Args:
+        sketch: makes the sketch of the call (`tracer.record.sketch`), for the message.
+
+    Raises:
+        PlanError: the graph has another structure than the plan's; says what differs.
+    """
+    check_kind(plan.meta, graph.kind)
+    program = graph.read()
+    if _fits(program, plan.meta):
+        return _by_plan(program, plan)
+    now = sketch(program)
+    planned = int(plan.predicted.get("plan", {}).get("peak_allocated_bytes", 0))
+    if (
+        now
+        and not graph.of_many_sizes
+        and by_ones_alone(plan.meta.sketch, now)
+        and model_bytes(program) <= planned
+    ):
+        return Fitted(program=program, actions=(), all_saved=True)
+    raise another_graph(plan.meta, now, program.fingerprint(sizes=False), graph.kind)
+
+
+def left_out(plan: Plan, could: Sequence[Could]) -> list[frozenset[int]]:
+    """The outputs that a plan's loss may not differentiate, the likeliest first; `could`: those that it could."""
+    wanted = plan.meta.grad_outputs
+    kept = [
+        [x for x in could if x.scalar] if len(wanted) == 1 else [],
+        [x for x in could if x.number in wanted],
+        list(could),
+        [x for k, x in enumerate(could) if k in wanted],
+        *([x] for x in could),
+    ]
+    places = [frozenset(x.place for x in could if x not in some) for some in kept]
+    as_many = [p for p, some in zip(places, kept, strict=True) if len(some) == len(wanted)]
+    return list(dict.fromkeys([*as_many, frozenset[int]()]))
+
+
+def _by_plan(program: Program, plan: Plan) -> Fitted:
+    inputs = sum(s.producer < 0 for s in program.storages)
+    labelled = [(r.storage, r.op) for r in plan.rewrites if r.op]
+    labelled += [(a.storage, a.op) for a in plan.actions if a.op]
+    more = inputs - plan.meta.inputs if plan.meta.inputs else _more_inputs(labelled, program)
+    changed = rewritten(program, tuple(replace(r, storage=r.storage + more) for r in plan.rewrites))
+    more += sum(s.producer < 0 for s in changed.storages) - inputs
+    return Fitted(
+        program=changed,
+        actions=program_actions(plan, changed, more),
+        exact=program.fingerprint() == plan.meta.graph_fingerprint,
+    )
+
+
+def model_bytes(program: Program, actions: Sequence[Action] = ()) -> int:
+    """The peak of a model's forward and backward.
+
+    Counts: parameters, buffers, arguments, and what ops make. Ignores: what ops allocate inside, the loss code and the
+    optimizer.
+    """
+    return replay(Problem(program.trace()), actions).timeline.peak_allocated_bytes
+
+
+def device_kind(module: nn.Module, leaves: Sequence[Any]) -> str:
+    """The type of the device that a model runs on: that of its arguments, or without any, of its parameters."""
+    return next(
+        (x.device.type for x in chain(leaves, module.parameters()) if isinstance(x, torch.Tensor)), "cpu"
+    )
+
+
+def check_autocast(plan: Plan, now: Autocast) -> None:
+    """Raise PlanError if a model is called under another autocast than the plan's step."""
+    if now.dtype == plan.meta.amp:
+        if now.dtype and not now.cache:
+            raise PlanError(
+                f"the call is under {now}, and the plan was made for autocast with its cache of casts: leave "
+                "cache_enabled=False out, or call the model inside `with unplanned(model):`."
+            )
+        return
+    made = Autocast(dtype=plan.meta.amp, kind=now.kind)
+    call = f"call the model inside `with {made}:`" if made.dtype else "call the model outside of autocast"
+    record = f"with --amp {now.dtype}" if now.dtype else "without --amp"
+    raise PlanError(
+        f"the plan was made for a step under {made}, and this call is under {now}; {call}, or trace the step "
+        f"{record} and plan again."
+    )
+
+
+def planned_elements(plan: Plan) -> int:
+    """How many elements the tensors have that the plan's call takes; 0: it does not say."""
+    return sum(elements(shown) for _, shown in plan.meta.sketch.get("arguments", ()))
+
+
+def elements_of(leaves: Sequence[Any]) -> int:
+    """How many elements a call's tensors have."""
+    return sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
+
+
+def _fits(program: Program, meta: TraceMeta) -> bool:
+    planned = [target for target, _ in ops_of(meta.sketch)]
+    return program.fingerprint(sizes=False, named_as=planned) == meta.structure_fingerprint
+
+
+def program_actions(plan: Plan, program: Program, more: int = 0) -> tuple[Action, ...]:
+    """The plan's actions with op ids of the captured graph alone, rewritten as the plan says, instead of those of the
+    whole step. What goes while the user's loss code runs in between, goes with the last op of forward.
+
+    Args:
+        more: how many values the program has more than the plan's had before the first op.
+    """
+    last_forward = program.forward_ops - 1
+    loss_ops = plan.meta.first_backward_graph_op - plan.meta.forward_ops
+
+    def local(op: int) -> int:
+        if op - loss_ops <= last_forward:
+            return min(op, last_forward)
+        others = sum(max(0, min(count, op - first + 1)) for first, count in plan.meta.within_backward)
+        return op - loss_ops - others
+
+    def locals_of(a: Action) -> tuple[int, ...]:
+        return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))
+
+    return tuple(replace(a, storage=a.storage + more, evict_after=locals_of(a)) for a in plan.actions)
+
+
+def _more_inputs(labelled: Sequence[tuple[int, str]], program: Program) -> int:
+    """How many values the model has more than the plan's had before the first op: buffers that no op reads, so that
+    the graphs are the same, and all that ops make (`labelled`) has a number so much higher."""
+    made_by = [program.ops[s.producer].node.name if s.producer >= 0 else "" for s in program.storages]
+
+    def fits(more: int) -> bool:
+        there = range(len(made_by))
+        return all(s + more in there and made_by[s + more] == op for s, op in labelled)
+
+    if not labelled or fits(0):
+        return 0
+    storage, op = labelled[0]
+    found = [s - storage for s, name in enumerate(made_by) if name == op]
+    return next((more for more in found if fits(more)), 0)

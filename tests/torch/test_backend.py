@@ -1,0 +1,134 @@
+"""`torch.compile(step, backend="lowtide")`: what is compiled trains as without it, by a plan or within a budget."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor.backend import lowtide  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import plan_of, recompute_all, recorded  # noqa: E402
+from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
+from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        block = [
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(6)
+        ]
+        self.blocks, self.norm = nn.Sequential(*block), nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.blocks(x))
+        return out
+
+
+def steps(model: nn.Module, loss_of: Any, count: int = 3) -> list[torch.Tensor]:
+    """Losses, then all that training changed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    out = []
+    torch.manual_seed(1)
+    for _ in range(count):
+        loss = loss_of(torch.randn(256, 32))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.detach())
+    return [*out, *model.state_dict().values(), torch.get_rng_state()]
+
+
+def peak(model: nn.Module, loss_of: Any) -> int:
+    """The peak above what was there before, in a third forward and backward."""
+    from executor.measuring import peaks_of
+
+    with memory_profiler() as prof:
+        for k in range(3):
+            with torch.profiler.record_function(f"lowtide iteration {k}"):
+                loss_of(torch.ones(256, 32)).backward()
+            model.zero_grad()
+    peaks, _ = peaks_of(prof, 3)
+    return peaks[2]
+
+
+@pytest.mark.parametrize("budget", ["55%", "100%"])
+def test_a_step_within_a_budget_is_bit_equal(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    eager = Deep()
+    planned = copy.deepcopy(eager)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    compiled = torch.compile(loss_of, backend="lowtide", options={"budget": budget}, fullgraph=True)
+    wanted = steps(eager, lambda x: loss_of(eager, x))
+    for a, b in zip(wanted, steps(planned, lambda x: compiled(planned, x)), strict=True):
+        assert torch.equal(a, b)
+    assert "a graph of" in capsys.readouterr().err
+    less = peak(planned, lambda x: compiled(planned, x)) - peak(eager, lambda x: loss_of(eager, x))
+    assert less < (-500_000 if budget == "55%" else 1)
+
+
+def test_a_model_by_a_plan_of_its_trace(tmp_path: Path) -> None:
+    trace = recorded(load_spec(small_nets.spec("residual"))).trace
+    plan = plan_of(trace, *recompute_all(Problem(trace)))
+    eager = small_nets.Residual()
+    planned = copy.deepcopy(eager)
+    path = str(plan.save(tmp_path / "plan.json"))
+    planned.compile(backend="lowtide", options={"plan": path}, fullgraph=True)
+    x, y = torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
+    for m in (eager, planned):
+        torch.manual_seed(3)
+        functional.cross_entropy(m(x), y).backward()
+    for (name, p), q in zip(eager.named_parameters(), planned.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    other = torch.compile(nn.Linear(4, 4), backend="lowtide", options={"plan": plan})
+    with pytest.raises(BackendCompilerFailed) as refused:
+        other(torch.ones(2, 4))
+    assert isinstance(refused.value.inner_exception, PlanError)
+
+
+def test_an_output_that_the_loss_leaves_out_has_no_gradient() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.a(x).tanh(), self.b(x).tanh()
+
+    model = Two()
+    model.compile(backend="lowtide", options={"budget": "100%"}, fullgraph=True)
+    model(torch.ones(2, 4))[0].sum().backward()
+    assert model.a.weight.grad is not None
+    assert model.b.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, SpecError),
+        ({"budget": "60%", "plan": "plan.json"}, SpecError),
+        ({"budgets": "60%"}, SpecError),
+        ({"budget": "much"}, SpecError),
+        ({"budget": 1000}, BudgetError),
+        ({"plan": "none.json"}, PlanError),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], error: type[Exception]) -> None:
+    step = torch.compile(lambda m, x: m(x).sum(), backend=lambda *a: lowtide(*a, options=options))
+    with pytest.raises(BackendCompilerFailed) as refused:
+        step(Deep(), torch.randn(8, 32))
+    assert isinstance(refused.value.inner_exception, error)
