@@ -10,7 +10,6 @@ FX's generated code frees each value after its last use, which is when the sched
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,8 +43,6 @@ class Rewritten:
     saved: tuple[str, ...]  # names of the values that cross from forward to backward
     saved_storages: tuple[int, ...]  # the storages behind them that are not placeholders'
     recomputed: tuple[str, ...]  # names of the ops that run again, in order, views included
-    # Places in `saved` of memory that the caller has, too: in words whose.
-    held: tuple[tuple[int, str], ...] = ()
 
 
 def rewrite(program: Program, schedule: Schedule) -> Rewritten:
@@ -59,34 +56,18 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
     return writing.finish(schedule)
 
 
-def rewrite_joint(
-    program: Program, schedule: Schedule
-) -> tuple[fx.Graph, frozenset[fx.Node], dict[fx.Node, fx.Node]]:
-    """The same in one graph, which stays functional and has no output; returns it, its nodes that run again in
-    backward, and the first copy of each captured node."""
-    writing = _Writing(program, joint=True)
-    for step in range(schedule.forward_steps):
-        writing.step(schedule, step)
-    first = len(writing.forward.nodes)
-    for step in range(schedule.forward_steps, len(schedule)):
-        writing.step(schedule, step)
-    late = list(writing.forward.nodes)[first:]
-    return writing.forward, frozenset(n for n in late if "recomputed" in n.meta), writing.returned
-
-
 class _Writing:
-    """The graphs so far (one, if joint), and which copy of each captured node is the current one."""
+    """The graphs so far, and which copy of each captured node is the current one."""
 
-    def __init__(self, program: Program, *, joint: bool = False) -> None:
-        self.program, self.captured, self.joint = program, program.captured, joint
-        self.forward = fx.Graph()
-        self.backward = self.forward if joint else fx.Graph()
+    def __init__(self, program: Program) -> None:
+        self.program, self.captured = program, program.captured
+        self.forward, self.backward = fx.Graph(), fx.Graph()
         self.current: dict[fx.Node, fx.Node] = {}  # captured node -> its latest copy
         self.side: dict[fx.Node, fx.Graph] = {}  # copy -> the graph that it stands in
         self.crossing: dict[fx.Node, fx.Node] = {}  # forward's copy -> placeholder in backward
         self.crossing_of: dict[fx.Node, fx.Node] = {}  # forward's copy -> captured node
         self.constants: dict[tuple[fx.Node, fx.Graph], fx.Node] = {}
-        self.returned: dict[fx.Node, fx.Node] = {}  # model output (if joint, any node) -> its first copy
+        self.returned: dict[fx.Node, fx.Node] = {}  # model output -> its first copy
         self.recomputed: list[str] = []
         self.arriving: dict[int, fx.Node] = {}  # storage -> what reloads it, until something waits
         self.outputs = set(self.captured.outputs)
@@ -96,16 +77,11 @@ class _Writing:
             for key in (program.storage_of[self.captured.placeholders[k]][0], *([] if g is None else [g])):
                 self.concerning.setdefault(key, []).append(k)
         holders = [*self.captured.placeholders, *self.captured.numbers]
-        if joint:
-            self.outputs = set(self.captured.graph_module.graph.nodes)
-            holders = [n for n in self.captured.graph_module.graph.nodes if n.op == "placeholder"]
         for n in holders:
             graph = self.backward if "tangent_of" in n.meta else self.forward
             copy = graph.placeholder(n.name)
             copy.meta = dict(n.meta)
             self._put(n, copy, graph)
-            if joint:
-                self.returned[n] = copy
         self.first_tangent = next(iter(self.backward.nodes), None)
 
     def step(self, schedule: Schedule, step: int) -> None:
@@ -128,7 +104,7 @@ class _Writing:
                 target, args = without_effect(target, args)
             call = Call(target=target, args=args, kwargs=dict(op.node.kwargs))
         copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))
-        if schedule.takes[step] >= 0 and not self.joint:
+        if schedule.takes[step] >= 0:
             twin = inplace_twin(copy.target)
             assert twin is not None
             copy.target = twin
@@ -184,25 +160,7 @@ class _Writing:
             saved=tuple(n.name for n in saved),
             saved_storages=tuple(crossing),
             recomputed=tuple(self.recomputed),
-            held=tuple(self._held()),
         )
-
-    def _held(self) -> Iterator[tuple[int, str]]:
-        """What backward reads of the caller's own tensors, which may change before it runs."""
-        captured, storage_of = self.captured, self.program.storage_of
-        names = [
-            *(f"the parameter {name}" for name in captured.parameters),
-            *(f"the buffer {name}" for name in captured.buffers),
-            *(f"the argument {k}" for k in range(captured.arguments)),
-        ]
-        whose = {
-            storage_of[n][0]: f"an output of the model (number {k})" for k, n in enumerate(captured.outputs)
-        }
-        given = [n for n in captured.placeholders if "tangent_of" not in n.meta]
-        whose |= {storage_of[n][0]: name for n, name in zip(given, names, strict=True)}
-        for k, (copy, n) in enumerate(self.crossing_of.items()):
-            if storage_of[n] and storage_of[n][0] in whose and not _statistics(self.crossing[copy]):
-                yield k, whose[storage_of[n][0]]
 
     def _put(self, node: fx.Node, copy: fx.Node, graph: fx.Graph) -> None:
         self.current[node], self.side[copy] = copy, graph
@@ -243,35 +201,6 @@ class _Writing:
             self.crossing[copy], self.crossing_of[copy] = twin, n
             self.side[twin] = self.backward
         return self.crossing[copy]
-
-
-# Batch norms, by where they say that they train: then what they make does not depend on arguments 3 and 4, the running
-# statistics, which the next forward may change.
-_TRAINING: Final = {
-    "native_batch_norm_backward": 7,
-    "batch_norm_backward": 7,
-    "cudnn_batch_norm_backward": None,
-    "native_batch_norm": 5,
-    "_native_batch_norm_legit": 5,
-    "_native_batch_norm_legit_functional": 5,
-    "cudnn_batch_norm": 5,
-    "_batch_norm_with_update": None,
-    "_batch_norm_with_update_functional": None,
-}
-
-
-def _statistics(value: fx.Node) -> bool:
-    """Whether backward takes a value only as running statistics that it does not read."""
-
-    def unread(user: fx.Node) -> bool:
-        name = getattr(user.target, "_opname", "")
-        if name not in _TRAINING:
-            return False
-        flag = _TRAINING[name]
-        trains = flag is None or (len(user.args) > flag and user.args[flag] is True)
-        return trains and all(a is not value for k, a in enumerate(user.args) if k not in (3, 4))
-
-    return bool(value.users) and all(map(unread, value.users))
 
 
 def _check_crossing(program: Program, schedule: Schedule, crossing: list[int]) -> None:

@@ -118,10 +118,6 @@ USED: Final = {
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "dynamo_config": "torch._dynamo.config",
     "backend_aot_autograd": "torch._dynamo.backends.common:aot_autograd",
-    "CustomPartitionerFn": "torch._inductor.custom_graph_pass:CustomPartitionerFn",
-    "current_compile_id": "torch._guards:CompileContext.current_compile_id",
-    "default_partition": "torch._functorch.partitioners:default_partition",
-    "get_hash_for_files": "torch._inductor.custom_graph_pass:get_hash_for_files",
     # modules in which `replaced` puts something else
     "bindings": "torch._C",
     "decompositions": "torch._decomp.decompositions",

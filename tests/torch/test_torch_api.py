@@ -76,7 +76,7 @@ READ = {
 OF_OBJECTS = {
     "_apply", "_attn_implementation", "_boxed_call", "_cdata", "_compiled_call_impl", "_destroy", "_dispatch_cache",
     "_expr", "_fields", "_flat_weights", "_forward_hooks", "_getframe", "_growth_tracker",
-    "_init_group", "_is_view", "_lazy_init", "_lru_cache_wrapper", "_model_mapping", "_modules", "_op_dk", "_opname",
+    "_init_group", "_is_view", "_lazy_init", "_lru_cache_wrapper", "_model_mapping", "_modules", "_op_dk",
     "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
     "_schema", "_sequence_nr",
 }  # fmt: skip
