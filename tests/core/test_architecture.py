@@ -46,7 +46,7 @@ def test_each_module_is_one_sentence(path: Path) -> None:
 
 # Lines, and the most that there may be. These numbers only go down: who deletes lowers them.
 MOST_LINES = {
-    "product": (43_450, ("traces", "simulator", "tracer", "executor"), ".py"),
+    "product": (42_550, ("traces", "simulator", "tracer", "executor"), ".py"),
     "tests": (42_700, ("tests",), ".py"),
     "C": (1_300, ("tracer", "executor"), (".c", ".h")),
     "manuals": (2_180, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
