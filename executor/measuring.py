@@ -10,7 +10,6 @@ times.
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
 import time
 from bisect import bisect_left, bisect_right
@@ -19,11 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from executor.isolated import forking, run_fresh
 from executor.matching import check_figures, trace_of
 from executor.verification import Verification
+from tracer.environment import environment
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files.json_records import from_json
+from traces.isolated import forking, run_fresh
 from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
 from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
@@ -289,29 +289,6 @@ def _fitting(make: Callable[[], Once] | None) -> Once | None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
-
-
-def environment(device: str) -> dict[str, str]:
-    """What the figures depend on, beside the plan."""
-    import torch
-
-    from tracer.record.step import versions
-
-    out = {
-        **versions(),
-        "machine": platform.machine(),
-        "threads": str(torch.get_num_threads()),
-        "alloc_conf": alloc_conf(),
-    }
-    if device.startswith("cuda"):
-        out |= {
-            "gpu": torch.cuda.get_device_name(device),
-            "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),
-            "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
-            "tf32_matmul": str(torch.backends.cuda.matmul.allow_tf32),
-        }
-    return out
 
 
 def predicted_figures(plan: Plan, which: str) -> RunFigures:

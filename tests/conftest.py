@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from executor.rehearsal.driver import find_cuda_torch
+from tracer.rehearsal.driver import find_cuda_torch
 from traces.errors import EnvironmentProblem
 
 pytest_plugins = ["tests.limits"]

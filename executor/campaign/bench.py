@@ -19,7 +19,6 @@ from typing import Any, Final
 from executor.campaign import record as records
 from executor.campaign.cases import NONE, Campaign, Case, Method, Step, digest
 from executor.campaign.record import BOOK, CALIBRATED, RETRIED, RULES, STAGES, Book, Keys, Record, code_digest
-from executor.isolated import run_fresh
 from executor.measuring import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
 from simulator.allocator.device_fit import Setting
 from simulator.allocator.settings import as_in, parse_alloc_conf
@@ -32,6 +31,7 @@ from simulator.prediction.warnings import STANDING, text, warnings
 from traces.devices import devices
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError
 from traces.files.json_records import to_json
+from traces.isolated import run_fresh
 from traces.provenance import REHEARSED, alloc_conf, provenance_of
 from traces.records import store
 from traces.records.plan import Plan
@@ -49,8 +49,8 @@ SHARED: Final = (
 
 def describe_device(*, device: str) -> dict[str, Any]:
     """The device of a campaign: its name, its memory, its entry in the device table ("": none), its environment."""
-    from executor.measuring import environment
     from tracer.costs.profiles import board_of, processor
+    from tracer.environment import environment
     from tracer.step.step import check_device
 
     check_device(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,13 @@ from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
-    from executor.rehearsal.record import Rehearsal
+    from torch import nn
+
+    from tracer.rehearsal.record import Rehearsal
     from traces.records.plan import Plan, PredictionWarning
 
 MOST_LINES = 8
+APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 
 
 @click.command()
@@ -63,8 +67,8 @@ def rehearse(
 
     Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
     """
-    from executor.rehearsal.run import COMMANDS, command_on_null_driver
-    from executor.rehearsal.run import rehearse as run
+    from tracer.rehearsal.run import COMMANDS, command_on_null_driver
+    from tracer.rehearsal.run import rehearse as run
 
     if model in COMMANDS:
         _refuse_for_commands(model)
@@ -76,6 +80,7 @@ def rehearse(
         options={k: v for k, v in options.items() if v is not None},
         arguments=arguments,
         plan=plan,
+        apply=APPLY,
         seed=seed,
         iterations=iterations,
         alloc_conf=alloc_conf,
@@ -101,7 +106,7 @@ def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
     """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
     from executor.matching import check_alloc_conf
     from executor.measuring import predicted_figures
-    from executor.rehearsal.run import rehearse as run
+    from tracer.rehearsal.run import rehearse as run
     from traces.records.measurement import signed_error_percent
     from traces.records.plan import Plan
 
@@ -116,6 +121,7 @@ def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
             options=dict(plan.meta.options),
             script=False,
             plan=applied,
+            apply=APPLY,
             seed=plan.meta.seed,
             alloc_conf=plan.meta.alloc_conf,
         )
@@ -136,6 +142,14 @@ def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
     }
     out.show(lambda: answer, lambda: _beside(plan, found))
     refuse_if_too_large(rehearsed)
+
+
+def apply_file(model: nn.Module, plan: str) -> Callable[..., Any]:
+    """Apply the plan in that file to a model, and return what to call in its place."""
+    from executor.training.module import apply_plan
+    from traces.records.plan import Plan
+
+    return apply_plan(model, Plan.load(plan))
 
 
 def refuse_if_too_large(found: Rehearsal) -> None:
@@ -186,7 +200,7 @@ def _warnings(found: Rehearsal) -> list[str]:
 
 def describe(warning: PredictionWarning) -> str:
     """A rehearsal's warning as a sentence."""
-    from executor.rehearsal.record import ASSUMED, HOST_READ
+    from tracer.rehearsal.record import ASSUMED, HOST_READ
 
     f = warning.figures
     if warning.code == HOST_READ:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from simulator.allocator.settings import MIB
 from simulator.core.budget import parse_budget
-from traces.devices import device
+from traces.devices import CONTEXT_BYTES, device
 from traces.errors import SpecError
 from traces.units import show_bytes
 
-# What the driver and the loaded libraries keep of a GPU beside torch's allocator. It is in none of torch's figures and
-# differs between GPUs, drivers and libraries: from 0.3 to over 1 GiB has been reported. Assumed, not measured here.
-CONTEXT_BYTES: Final = 512 * MIB
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
 

@@ -11,8 +11,8 @@ from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.settings import AllocatorSettings
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
+from traces.records.measurement import ITERATIONS
 
-ITERATIONS = 5  # as many as `execute` measures; the last is the one that counts
 PEAKS = ("peak_block_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 

@@ -1,6 +1,6 @@
 """Rehearse one step after another in forks of a process that has imported torch once.
 
-A rehearsal in a process of its own spends most of its time on imports (`executor.rehearsal.rehearse`). Nothing of CUDA
+A rehearsal in a process of its own spends most of its time on imports (`tracer.rehearsal.rehearse`). Nothing of CUDA
 has begun where the fork is made, so each fork begins as a fresh process does.
 """
 
@@ -11,14 +11,14 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from executor.isolated import forking
-from executor.rehearsal.record import Rehearsal, Task
-from executor.rehearsal.run import run_on_null_driver
-from simulator.allocator.device import CONTEXT_BYTES
-from simulator.allocator.reserved import ITERATIONS
-from traces.devices import device
+from executor.cli.rehearse import APPLY
+from tracer.rehearsal.record import Rehearsal, Task
+from tracer.rehearsal.run import run_on_null_driver
+from traces.devices import CONTEXT_BYTES, device
 from traces.errors import LowtideError
 from traces.files.json_records import from_json
+from traces.isolated import forking
+from traces.records.measurement import ITERATIONS
 
 LIBRARIES = ("torchvision", "transformers", "timm")  # diffusers asks for GPUs
 
@@ -28,21 +28,21 @@ class Forked:
 
     def __init__(self) -> None:
         self._open = ExitStack()
-        self._open.enter_context(forking("executor.rehearsal.perform", *filter(find_spec, LIBRARIES)))
+        self._open.enter_context(forking("tracer.rehearsal.perform", *filter(find_spec, LIBRARIES)))
 
     def rehearse(
         self, model: str, gpu: str, options: dict[str, Any], *, plan: str = "", iterations: int = ITERATIONS
     ) -> Rehearsal:
-        """As `executor.rehearsal.rehearse`.
+        """As `tracer.rehearsal.rehearse`.
 
         Raises:
             LowtideError: the step failed, its memory does not suffice, or its process died.
         """
         board = device(gpu)
-        task = Task(model=model, options=options, plan=plan, iterations=iterations)
+        task = Task(model=model, options=options, plan=plan, apply=APPLY, iterations=iterations)
         fields = {"gpu": board.name, "memory_bytes": board.memory_bytes, "context_bytes": CONTEXT_BYTES}
         answer = run_on_null_driver(
-            "executor.rehearsal.perform:do",
+            "tracer.rehearsal.perform:do",
             {"task": asdict(task), **fields},
             board,
             what=f"rehearsed {model}",

@@ -22,9 +22,6 @@ from typing import Any
 
 import click
 
-from executor.rehearsal import run
-from executor.rehearsal.driver import find_cuda_torch
-from executor.rehearsal.record import Peaks, Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
@@ -32,6 +29,9 @@ from simulator.prediction.loop_peaks import LoopPeaks, untouched_peaks
 from tests.bench.baselines.saved_sets import TorchPlan, plans
 from tests.bench.recorded import ask_torch
 from tracer import trace
+from tracer.rehearsal import run
+from tracer.rehearsal.driver import find_cuda_torch
+from tracer.rehearsal.record import Peaks, Rehearsal
 from traces.errors import EnvironmentProblem, LowtideError
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures

@@ -27,7 +27,6 @@ from typing import Any
 
 import click
 
-from executor.rehearsal.record import ASSUMED, Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
@@ -36,6 +35,7 @@ from simulator.prediction.warnings import STANDING, warnings
 from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
 from tests.bench.forked import Forked
 from tracer import trace
+from tracer.rehearsal.record import ASSUMED, Rehearsal
 from traces.errors import LowtideError
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures

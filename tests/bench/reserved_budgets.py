@@ -19,10 +19,11 @@ from typing import Any
 
 import click
 
-from executor.rehearsal.run import rehearse
+from executor.cli.rehearse import APPLY
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
+from tracer.rehearsal.run import rehearse
 from traces.records.store import load
 
 WAYS = {"default": "", "expandable": "expandable_segments:True"}
@@ -59,7 +60,8 @@ def rows_of(path: Path, shares: list[int], seconds: float, allow: str, gpu: str)
                 with tempfile.TemporaryDirectory() as folder:
                     there = rehearse(
                         trace.meta.model, gpu, options=dict(trace.meta.options), script=False,
-                        plan=plan.save(Path(folder) / "plan.json"), alloc_conf=conf or "", seed=trace.meta.seed,
+                        plan=plan.save(Path(folder) / "plan.json"), apply=APPLY, alloc_conf=conf or "",
+                        seed=trace.meta.seed,
                     )  # fmt: skip
                 row["rehearsed_reserved_bytes"] = there.figures.peak_reserved_bytes
                 row["within"] = (there.figures.peak_reserved_bytes or 0) <= limit

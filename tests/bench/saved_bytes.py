@@ -137,7 +137,7 @@ def plan_of(problem: Problem, actions: tuple[Action, ...], rewrites: tuple[Rewri
 
 def measure(problem: Problem, actions: tuple[Action, ...], rewrites: tuple[Rewrite, ...]) -> int:
     """By how many bytes a plan lowers what is live on the CPU when backward begins, measured in fresh processes."""
-    from executor.isolated import forking, run_fresh
+    from traces.isolated import forking, run_fresh
 
     with tempfile.TemporaryDirectory() as folder, forking("executor.training.module"):
         live: list[int] = []

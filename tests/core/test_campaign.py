@@ -28,7 +28,6 @@ from executor.campaign.errors import (
 from executor.campaign.record import Book, Keys, Record
 from executor.campaign.tables import answer, summary
 from executor.cli.main import execute
-from executor.isolated import error_json
 from executor.measuring import Job, JobResult
 from executor.verification import Verification
 from simulator.core.problem import Problem
@@ -43,6 +42,7 @@ from traces.errors import (
     is_out_of_memory,
 )
 from traces.files.json_records import from_json, to_json
+from traces.isolated import error_json
 from traces.provenance import alloc_conf
 from traces.records import store as trace_store
 from traces.records.measurement import RunFigures

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.isolated import forking, run_fresh
 from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem
+from traces.isolated import forking, run_fresh
 
 Run = Callable[..., dict[str, object]]
 
@@ -160,7 +160,7 @@ def test_a_command_that_ends_leaves_no_fork_behind(served: Run, tmp_path: Path, 
     code = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from executor.isolated import forking, run_fresh
+from traces.isolated import forking, run_fresh
 with forking("traces.errors"):
     run_fresh("lowtide_sleeps:do", {}, what="slept")
 """

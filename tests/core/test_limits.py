@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HANGING = """
 import os, signal, subprocess, sys, time
 import pytest
-from executor.isolated import run_fresh
+from traces.isolated import run_fresh
 
 pytestmark = pytest.mark.rehearsal
 

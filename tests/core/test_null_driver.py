@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from executor.cli.main import execute
-from executor.rehearsal import driver
-from executor.rehearsal.run import is_script, rehearse
-from executor.rehearsal.stubs import stub_source, undefined_symbols
+from tracer.rehearsal import driver
+from tracer.rehearsal.run import is_script, rehearse
+from tracer.rehearsal.stubs import stub_source, undefined_symbols
 from traces.devices import architecture, device, devices
 from traces.errors import EnvironmentProblem, SpecError
 

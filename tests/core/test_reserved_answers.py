@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from simulator import api
-from simulator.allocator.device import CONTEXT_BYTES, DeviceMemory, device_memory
+from simulator.allocator.device import DeviceMemory, device_memory
 from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, setting_of, settings_to_try
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
@@ -30,6 +30,7 @@ from simulator.prediction.step import Prediction, predict, untouched_fit, untouc
 from simulator.prediction.warnings import risk_bytes, texts, unknown_ops
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
+from traces.devices import CONTEXT_BYTES
 from traces.errors import BudgetError, SpecError
 from traces.records.plan import RESERVED, Plan
 from traces.records.store import load, save

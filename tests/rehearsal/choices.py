@@ -1,6 +1,6 @@
 """What torch chooses to run on a GPU, on the null driver, beside what a laptop's capture says of it.
 
-Every function here runs in a process on the null driver (`executor.rehearsal.run_on_null_driver`) and answers how many
+Every function here runs in a process on the null driver (`tracer.rehearsal.run_on_null_driver`) and answers how many
 choices were compared and those that differ. Counts: attention's kernel, cuDNN's batch norm, the ops and types under
 autocast with their backward, the ops of optimizers.
 """

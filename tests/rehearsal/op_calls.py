@@ -1,6 +1,6 @@
 """Calls of ops on the null driver: what torch's own code allocates inside each, and what the rules tell of it.
 
-Everything here runs in a process on the null driver (`executor.rehearsal.run_on_null_driver`). Values mean nothing
+Everything here runs in a process on the null driver (`tracer.rehearsal.run_on_null_driver`). Values mean nothing
 there; what an op allocates by them (nonzero, masks as indices) is left out.
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.rehearsal.watch import null_driver
 from tests.rehearsal.op_families import FAMILIES, GPU, tensors
 from tracer.costs.profiles import identity_here
 from tracer.costs.rules_cuda.workspaces import rule_events
 from tracer.costs.signature import Signature, of_call
 from tracer.measure.isolated import calibrate
 from tracer.measure.probes import CudaHistory, settle
+from tracer.rehearsal.watch import null_driver
 from tracer.torch_api import release
 from traces.devices import device
 

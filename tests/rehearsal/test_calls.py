@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.rehearsal import run_on_null_driver
+from tracer.rehearsal import run_on_null_driver
 from traces.devices import device
 
 pytestmark = pytest.mark.rehearsal

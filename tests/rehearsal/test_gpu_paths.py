@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.rehearsal import run_on_null_driver
 from simulator import api
 from simulator.planners.outcome import Infeasible
+from tracer.rehearsal import run_on_null_driver
 from traces.devices import device
 from traces.provenance import MEASURED_CUDA, REHEARSED
 

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from executor.rehearsal.record import Rehearsal
 from simulator import api
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tests.bench.forked import Forked
 from tracer import trace
+from tracer.rehearsal.record import Rehearsal
 from traces.records.store import load
 from traces.records.trace import Trace
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from executor.rehearsal import run_on_null_driver
 from tracer.costs.rules_cuda.workspaces import TABLE
+from tracer.rehearsal import run_on_null_driver
 from traces.devices import device
 from traces.records.events import replayed, that_stay
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING
-from executor.rehearsal.run import rehearse
 from simulator import api
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.loop_peaks import untouched_peaks
 from tracer import trace
+from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING
+from tracer.rehearsal.run import rehearse
 from tracer.torch_api import release
 from traces.errors import LowtideError, SpecError
 

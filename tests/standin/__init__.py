@@ -1,4 +1,4 @@
-"""torch's own caching allocator serves random programs on the null driver (`executor.rehearsal`), without a GPU.
+"""torch's own caching allocator serves random programs on the null driver (`tracer.rehearsal`), without a GPU.
 
 With a C compiler and a CUDA build of torch (the recordings are of 2.11.0, 2.12.1, 2.13.0 and 2.15.0):
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
-from executor.rehearsal.driver import driver_environment, find_cuda_torch
 from tests.standin.programs import TOTAL_BYTES
+from tracer.rehearsal.driver import driver_environment, find_cuda_torch
 from traces.devices import device
 
 

@@ -264,12 +264,12 @@ def test_a_record_names_torch_with_its_build(monkeypatch: pytest.MonkeyPatch) ->
     """A package that was installed as 2.11.0 may hold the build 2.11.0+cu130."""
     from importlib import metadata
 
-    from tracer.record import step
+    from tracer import environment
 
     monkeypatch.setattr(metadata, "version", lambda name: "1.0")
-    monkeypatch.setattr(step, "_version", step._version.__wrapped__)
-    assert step.versions()["torch"] == str(torch.__version__)
-    assert step.versions()["transformers"] == "1.0"
+    monkeypatch.setattr(environment, "_version", environment._version.__wrapped__)
+    assert environment.versions()["torch"] == str(torch.__version__)
+    assert environment.versions()["transformers"] == "1.0"
 
 
 def test_rates_of_another_kind_are_no_header() -> None:

@@ -16,12 +16,9 @@ The model's own ops come from the captured graph, the rest is recorded around a 
 from __future__ import annotations
 
 import contextlib
-import functools
-import platform
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from tracer.capture.cuda.recurrent import flatten
 from tracer.capture.refusals import check_step
 from tracer.costs.calibration import Costs
 from tracer.costs.profiles import board_of
+from tracer.environment import versions
 from tracer.record.assemble import assemble
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
@@ -267,19 +265,3 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
     if group.get("momentum"):
         marks.append(f"momentum={group['momentum']}")
     return type(optimizer).__name__ + (f"({', '.join(marks)})" if marks else "")
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the graph; torch's with its build, which the installed package does not always name."""
-    out = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    return out | {
-        name: found for name in ("torchvision", "transformers", "lowtide") if (found := _version(name))
-    }
-
-
-@functools.cache
-def _version(package: str) -> str:
-    """Of an installed package; "" if it is not."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from traces.errors import TraceError
 from traces.files.json_records import Form, JsonRecord
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, REHEARSED
 from traces.records.plan import ALLOCATED
+
+ITERATIONS: Final = 5  # as many are measured, rehearsed and predicted; the last is the one that counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

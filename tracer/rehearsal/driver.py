@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from executor.rehearsal.stubs import stub_source, undefined_symbols
 from tracer.cudnn import definitions
+from tracer.rehearsal.stubs import stub_source, undefined_symbols
 from traces.devices import Device, architecture
 from traces.errors import EnvironmentProblem
 from traces.provenance import ABSENT, NAME

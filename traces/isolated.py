@@ -1,6 +1,6 @@
 """Call a function in a fresh Python process: JSON in on stdin, JSON out on stdout, and deaths explained.
 
-`run_fresh` is the side that waits, `serve` the side that works (`python -m executor.isolated MODULE:FUNCTION`). The
+`run_fresh` is the side that waits, `serve` the side that works (`python -m traces.isolated MODULE:FUNCTION`). The
 model's own code may print what it likes: the answer is the line that begins with `ANSWER`. Within `forking` imports are
 made once for several such processes.
 """
@@ -27,7 +27,7 @@ from traces.processes import ending_with_this
 
 ANSWER: Final = "lowtide answer: "  # begins the line with the result
 KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
-COMMAND: Final = ("-m", "executor.isolated")
+COMMAND: Final = ("-m", "traces.isolated")
 
 
 def run_fresh(

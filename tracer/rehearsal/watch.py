@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iteration, Peaks
+from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iteration, Peaks
 from tracer.step.loop import Enough, Phases
 from tracer.torch_api import bindings, cuda_memory_snapshot, record_memory_history, replaced
 from traces.records.plan import PredictionWarning

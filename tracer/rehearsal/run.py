@@ -11,17 +11,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from executor.isolated import run_fresh
-from executor.rehearsal.driver import driver_environment, find_cuda_torch
-from executor.rehearsal.record import Rehearsal, Task
-from simulator.allocator.device import CONTEXT_BYTES
-from simulator.allocator.reserved import ITERATIONS
-from traces.devices import Device, device
+from tracer.rehearsal.driver import driver_environment, find_cuda_torch
+from tracer.rehearsal.record import Rehearsal, Task
+from traces.devices import CONTEXT_BYTES, Device, device
 from traces.errors import SpecError
 from traces.files.json_records import from_json
+from traces.isolated import run_fresh
 from traces.model_spec import DEFAULT_FUNCTION, source_file
 from traces.processes import ending_with_this
 from traces.provenance import ALLOC_CONF
+from traces.records.measurement import ITERATIONS
 
 COMMANDS: Final = {"trace": ("-m", "tracer"), "execute": ("-m", "executor"), "python": ()}
 LARGE_BYTES: Final = 1 << 42  # a GPU in which everything fits, to say how much that is
@@ -35,6 +34,7 @@ def rehearse(
     arguments: tuple[str, ...] = (),
     script: bool | None = None,
     plan: Path | None = None,
+    apply: str = "",
     seed: int = 0,
     iterations: int = ITERATIONS,
     alloc_conf: str = "",
@@ -53,7 +53,8 @@ def rehearse(
         options: of the step (batch_size, optimizer ...), as `tracer.step.step.load_spec` takes them.
         arguments: of a script.
         script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
-        plan: apply this plan to the model.
+        plan: the file of a plan for the model; apply: the "module:function" that applies it, which takes the model and
+            the file and returns the model to call.
         seed: of the random generators.
         iterations: how many are run, by default as many as a prediction plays; of a script, after how many optimizer
             steps it is ended.
@@ -79,6 +80,7 @@ def rehearse(
         options=dict(options or {}),
         seed=seed,
         plan=str(plan or ""),
+        apply=apply,
         iterations=iterations,
         snapshot=str(snapshot.absolute()) if snapshot else "",
     )
@@ -127,7 +129,7 @@ def run_on_null_driver(
     what: str,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Call "module:function" in a fresh process that finds that GPU; see `executor.isolated.run_fresh`.
+    """Call "module:function" in a fresh process that finds that GPU; see `traces.isolated.run_fresh`.
 
     Args:
         function: what to call; it returns a JSON object.
@@ -170,7 +172,7 @@ def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "")
 
 def _run(task: Task, gpu: Device, alloc_conf: str) -> Rehearsal:
     answer = run_on_null_driver(
-        "executor.rehearsal.perform:do",
+        "tracer.rehearsal.perform:do",
         {
             "task": asdict(task),
             "gpu": gpu.name,

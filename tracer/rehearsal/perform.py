@@ -8,24 +8,24 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from executor.measuring import environment
-from executor.rehearsal.record import Rehearsal, Task
-from executor.rehearsal.watch import Enough, Watch, names, null_driver
+from tracer.environment import environment
+from tracer.rehearsal.record import Rehearsal, Task
+from tracer.rehearsal.watch import Enough, Watch, names, null_driver
 from tracer.torch_api import init_gpu_context, replaced
 from traces.errors import LowtideError, SpecError
 from traces.files.json_records import from_json, to_json
 from traces.files.whole import replacing
-from traces.records.plan import Plan
 
 
 def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Rehearse a task, for a fresh process (`executor.isolated`); the fields are those of the Rehearsal to fill."""
+    """Rehearse a task, for a fresh process (`traces.isolated`); the fields are those of the Rehearsal to fill."""
     given = from_json(Task, dict(task))
     watch = Watch(most_iterations=given.iterations if given.script else 0)
     out_of_memory = ""
@@ -73,9 +73,8 @@ def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> 
     step = load_spec(task.model, dict(task.options), seed=task.seed)("cuda")
     model: Any = step.model
     if task.plan:
-        from executor.training.module import apply_plan
-
-        model = apply_plan(step.model, Plan.load(task.plan))
+        module, _, name = task.apply.partition(":")
+        model = getattr(import_module(module), name)(step.model, task.plan)
     # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
     init_gpu_context(torch.device("cuda", torch.cuda.current_device()))
     _lay_out(step.model, (*optimizer_tensors(step.optimizer), *step.tensors()))

@@ -8,10 +8,9 @@ from functools import reduce
 from operator import or_
 from typing import Any, Final
 
-from simulator.allocator.reserved import ITERATIONS
 from traces.files.json_records import to_json
 from traces.provenance import REHEARSED
-from traces.records.measurement import RunFigures
+from traces.records.measurement import ITERATIONS, RunFigures
 from traces.records.plan import PredictionWarning
 
 # Codes of warnings.
@@ -116,7 +115,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the process on the null driver does; see `executor.rehearsal.run.rehearse`."""
+    """What the process on the null driver does; see `tracer.rehearsal.run.rehearse`."""
 
     model: str = ""  # a name or "file.py:function", to build a step of; or a script, to run as it is
     script: bool = False
@@ -124,5 +123,6 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the step
     seed: int = 0
     plan: str = ""  # a file; "": the untouched model
+    apply: str = ""  # "module:function" that applies it: takes model and file, returns the model to call
     iterations: int = ITERATIONS
     snapshot: str = ""  # where to write torch's own; "": nowhere
