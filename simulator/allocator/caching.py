@@ -78,8 +78,9 @@ class Pool:
     def __init__(self, small: bool, ties: str) -> None:
         self.small = small
         self.ties = ties
-        self.free: dict[int, list[tuple[int, int, int, Block]]] = {}  # stream -> (size, rank, block), sorted
-        self.unmapped: dict[int, list[tuple[int, Block]]] = {}  # stream -> (address, block), sorted
+        # By stream, each sorted. A block's number stands in its rank: recordings that lie have two at one address.
+        self.free: dict[int, list[tuple[int, int, int, Block]]] = {}  # size, rank
+        self.unmapped: dict[int, list[tuple[int, int, Block]]] = {}  # address, number
 
     def insert(self, block: Block) -> None:
         insort(self.free.setdefault(block.stream, []), (*self._rank(block), block))
@@ -91,14 +92,16 @@ class Pool:
     def _rank(self, block: Block) -> tuple[int, int, int]:
         if self.ties == OLDER_SEGMENT:
             return block.size, block.segment_serial, block.address
-        return block.size, block.address if self.ties == LOWEST_ADDRESS else block.serial, 0
+        if self.ties == LOWEST_ADDRESS:
+            return block.size, block.address, block.serial
+        return block.size, block.serial, 0
 
     def insert_unmapped(self, block: Block) -> None:
-        insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
+        insort(self.unmapped.setdefault(block.stream, []), (block.address, block.serial, block))
 
     def remove_unmapped(self, block: Block) -> None:
         blocks = self.unmapped[block.stream]
-        del blocks[bisect_left(blocks, (block.address,))]
+        del blocks[bisect_left(blocks, (block.address, block.serial))]
 
     def blocks(self) -> Iterator[Block]:
         """The free blocks by stream, size, rank."""
@@ -130,10 +133,6 @@ class Block:
         self.pending = False  # freed, but other streams still use it
         self.prev: Block | None = None
         self.next: Block | None = None
-
-    def __lt__(self, other: Block) -> bool:
-        """Any order that stays: two free blocks at one address, which only a recording that lies can bring about."""
-        return self.serial < other.serial
 
     @property
     def is_split(self) -> bool:
@@ -196,26 +195,17 @@ class Allocator:
         self._end = 0  # above all addresses given out so far
         self._sizes: dict[int, int] = {}  # of a request -> of its block
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
-        self.first_serial = -1  # of blocks that are older, nobody knows which is the oldest
         self.allocated = self.requested = self.active = 0
         self.peak_allocated = self.peak_requested = self.peak_active = 0
         self.num_alloc_retries = self.num_ooms = 0
 
-    def malloc(self, size_bytes: int, stream: int = 0, likely_address: int | None = None) -> Block:
-        """A block for a request.
-
-        Args:
-            likely_address: where it was recorded. Decides between equally large blocks of which both have been there
-                from the start of a recording, so that nobody knows which is older.
-
-        Raises:
-            OutOfMemory: the device has no room, and giving back cached blocks did not help.
-        """
+    def malloc(self, size_bytes: int, stream: int = 0) -> Block:
+        """A block for a request. Raises OutOfMemory: the device has no room, even with all cached blocks given back."""
         size = self._sizes.get(size_bytes)
         if size is None:
             size = self._sizes[size_bytes] = round_up(size_bytes, self.settings)
         pool = self.small if size <= SMALL_BYTES else self.large
-        block = self._find(pool, size, stream, likely_address)
+        block = self._find(pool, size, stream)
         if block is None:
             block = self._extend(pool, size, stream)
             if block is None and self._release_oversize(pool, size, stream):
@@ -306,7 +296,7 @@ class Allocator:
     def figures(self) -> AllocatorFigures:
         return AllocatorFigures(**{name: getattr(self, own) for name, own in FIGURES.items()})
 
-    def _find(self, pool: Pool, size: int, stream: int, likely: int | None = None) -> Block | None:
+    def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Take the best fitting free block of the stream from the pool."""
         blocks = pool.free.get(stream)
         if not blocks:
@@ -330,11 +320,6 @@ class Allocator:
                 if at == len(blocks):
                     return None
                 block = blocks[at][-1]
-        if likely is not None and self._order(block) < self.first_serial and block.address != likely:
-            at = next(
-                (j for j in range(at + 1, len(blocks)) if self._rivals(block, blocks[j][-1], likely)), at
-            )
-            block = blocks[at][-1]
         largest = settings.max_split_bytes
         if size < largest:
             if block.size >= largest:
@@ -343,15 +328,6 @@ class Allocator:
             return None
         del blocks[at]
         return block
-
-    def _rivals(self, block: Block, other: Block, address: int) -> bool:
-        """Whether the other block, at this address, may just as well be the one that comes first."""
-        if other.size != block.size or other.address != address or self._order(other) >= self.first_serial:
-            return False
-        return self._order(other) != self._order(block)
-
-    def _order(self, block: Block) -> int:
-        return block.segment_serial if self.settings.ties == OLDER_SEGMENT else block.serial
 
     def _leave(self, block: Block) -> None:
         if not block.allocated:
@@ -390,15 +366,6 @@ class Allocator:
 
     # The driver's side: segments and mapped pages
 
-    def reach(self, address: int) -> None:
-        """Give out no addresses below this one."""
-        self._end = max(self._end, address)
-
-    def adopt_segment(self, address: int, size_bytes: int) -> None:
-        """Count a segment, or mapped pages, that existed before."""
-        self.reserved += size_bytes
-        self.reach(address + size_bytes)
-
     def segment_bytes(self, size: int, small: bool) -> int:
         """Of the segment that a block of this size would need if it got one of its own."""
         if small:
@@ -435,7 +402,7 @@ class Allocator:
 
     def _growable(self, pool: Pool, size: int, stream: int) -> Block:
         """An unmapped block, or the free block before it, with room for `size` bytes; a new range if there is none."""
-        for _, unmapped in pool.unmapped.get(stream, ()):
+        for *_, unmapped in pool.unmapped.get(stream, ()):
             start = unmapped.prev if unmapped.prev is not None and unmapped.prev.usable else unmapped
             room, block = 0, start
             while room < size:

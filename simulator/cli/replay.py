@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     "--alloc-conf", help="What if PYTORCH_ALLOC_CONF were this? For example expandable_segments:True."
 )
 @click.option("--device-memory", help="What if the device had this much, such as 16GiB?")
-@click.option(
-    "--device", type=click.IntRange(min=0), help="Which device of a snapshot (default: the first recorded)."
-)
+@click.option("--device", type=click.IntRange(min=0), help="Which device (default: the first recorded).")
 @answer_options
 def replay_command(
     recording: str, alloc_conf: str | None, device_memory: str | None, device: int | None, out: Output
 ) -> None:
     """Replay a GPU's recorded allocations through the simulated caching allocator.
 
-    RECORDING is a file of torch.cuda.memory._dump_snapshot(). Nothing in it is ever executed.
+    RECORDING is a file of torch.cuda.memory._dump_snapshot(), with a history that begins before the first allocation.
+    Nothing in it is executed.
 
     \b
     simulate replay snapshot.pickle
@@ -44,22 +43,22 @@ def replay_command(
     from simulator.allocator.replay.replay import replay
     from simulator.allocator.settings import parse_alloc_conf
 
+    # Before any work, so that a bad one is known. They stand for all that was recorded, not on top of it.
     memory_bytes = None if device_memory is None else size_of("--device-memory", device_memory)
-    # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
     out.say(f"reading {recording}")
     source = read_recording(recording, device)
-    if settings is not None:  # which of equal blocks is taken goes by the version of torch, not by the text
-        settings = replace(settings, ties=source.settings.ties)
     for note in source.notes:
         out.say(f"note: {note}")
     out.say(f"replaying {len(source.events)} events")
     runs = {"replayed": replay(source)}
-    if settings is not None or memory_bytes is not None:
-        runs["as_recorded_from_scratch"] = replay(source, from_scratch=True)
-        runs["what_if"] = replay(source, settings, memory_bytes, from_scratch=True)
-    said = {"alloc_conf": alloc_conf, "device_memory_bytes": memory_bytes}
-    out.show(lambda: {**_answer(source, runs), **said}, lambda: _table(source, runs))
+    if alloc_conf is not None or memory_bytes is not None:
+        # Which of equal blocks is taken goes by the version of torch, not by the text.
+        other = replace(settings or source.settings, ties=source.settings.ties)
+        runs["as_recorded_from_scratch"] = replay(source, source.settings)
+        runs["what_if"] = replay(source, other, memory_bytes)
+    asked = {"alloc_conf": alloc_conf, "device_memory_bytes": memory_bytes}
+    out.show(lambda: {**_answer(source, runs), **asked}, lambda: _table(source, runs))
     if "what_if" in runs and (reason := runs["what_if"].out_of_memory) is not None:
         raise Refused(reason, 1)
 
@@ -67,15 +66,6 @@ def replay_command(
 def _answer(source: Recording, runs: dict[str, Replay]) -> dict[str, Any]:
     recorded, same = source.peak_reserved_bytes, runs["replayed"]
     error = same.figures.peak_reserved_bytes - recorded
-    figures = {
-        name: {
-            **{key.replace("block", "allocated"): n for key, n in asdict(run.figures).items()},
-            "fragmentation_percent": 100 * run.fragmentation,
-            "segment_requests": len(run.segment_requests),
-            "out_of_memory": run.out_of_memory,
-        }
-        for name, run in runs.items()
-    }
     return {
         "recording": source.source,
         "device": source.device,
@@ -90,39 +80,42 @@ def _answer(source: Recording, runs: dict[str, Replay]) -> dict[str, Any]:
         "reserved_error_bytes": error,
         "reserved_error_percent": 100 * error / recorded if recorded else None,
         "same_segment_requests": same.segment_requests == source.segment_requests,
-        "same_address_percent": same.same_address_percent,
-        "unknown_frees": same.unknown_frees,
+        "same_address_percent": 100 * same.same_addresses / max(1, same.allocations),
+        "unknown_frees": 0,  # a recording with any is refused
         "microseconds_per_pair": 1e6 * same.seconds / max(1, same.allocations),
-        **figures,
+    } | {
+        name: {
+            **{key.replace("block", "allocated"): n for key, n in asdict(run.figures).items()},
+            "fragmentation_percent": 100 * run.fragmentation,
+            "segment_requests": len(run.segment_requests),
+            "out_of_memory": run.out_of_memory,
+        }
+        for name, run in runs.items()
     }
 
 
 def _table(source: Recording, runs: dict[str, Replay]) -> str:
     from simulator.show.tables import table
 
-    recorded, same = source.peak_reserved_bytes, runs["replayed"]
-    names = ("replayed", "replayed, packed anew", "what if, packed anew")
-    rows: list[tuple[str, Replay | None]] = [("recorded", None), *zip(names, runs.values(), strict=False)]
+    same = runs["replayed"]
+    names = ("replayed", "replayed by its own rules", "what if")
     lines = table(
-        rows,
+        [("recorded", None), *zip(names, runs.values(), strict=False)],
         (
             ("", "", lambda row: row[0]),
-            ("peak reserved", "bytes", lambda r: r[1].figures.peak_reserved_bytes if r[1] else recorded),
-            ("peak allocated", "bytes", lambda row: row[1] and row[1].figures.peak_block_bytes),
+            ("peak reserved", "bytes", lambda r: (r[1].figures if r[1] else source).peak_reserved_bytes),
+            ("peak in blocks", "bytes", lambda row: row[1] and row[1].figures.peak_block_bytes),
             ("fragmentation", "share", lambda row: row[1] and 100 * row[1].fragmentation),
             ("new segments", "count", lambda row: len((row[1] or source).segment_requests)),
         ),
     ).lines()
-    error = same.figures.peak_reserved_bytes - recorded
+    error = same.figures.peak_reserved_bytes - source.peak_reserved_bytes
     agree = "the same" if same.segment_requests == source.segment_requests else "other"
     lines.append(
         f"Replayed − recorded: {error:+,} bytes reserved; {agree} segment requests; "
-        f"{same.same_address_percent:.1f} % of {same.allocations} blocks at the recorded address."
+        f"{same.same_addresses} of {same.allocations} blocks at the recorded address."
     )
     if "what_if" in runs:
-        before, after = (r.figures.peak_reserved_bytes for r in list(runs.values())[1:])
-        lines.append(
-            f"What if: {after - before:+,} bytes reserved. Both are packed anew: the blocks that existed at first are "
-            "asked for again, because the recorded segments came about under the recorded settings."
-        )
+        before, after = (runs[k].figures.peak_reserved_bytes for k in ("as_recorded_from_scratch", "what_if"))
+        lines.append(f"What if: {after - before:+,} bytes reserved.")
     return "\n".join(lines)

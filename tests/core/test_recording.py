@@ -33,24 +33,18 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("name", recordings.NAMES)
 def test_real_recordings_replay_to_the_byte(name: str) -> None:
-    recording = recordings.read(name)
-    result = replay(recording)
-    assert result.figures.peak_reserved_bytes == recording.peak_reserved_bytes
-    assert result.figures.reserved_bytes == recording.final_reserved_bytes
-    assert result.segment_requests == recording.segment_requests
-    assert result.unknown_frees == 0
+    recorded = recordings.Recorded(name)
+    recorded.play()
+    found = recorded.allocator
+    assert (found.peak_reserved, found.reserved) == recorded.peaks()
+    wanted = [e.size_bytes for e in recorded.events if e.action == "segment_alloc"]
+    assert [e.size_bytes for e in found.segment_events if e.action == "segment_alloc"] == wanted
     # Where one of them began, what lay behind some blocks was their own, which only its addresses tell.
-    assert result.same_addresses == result.allocations or name == "transformer-medium-ctx512-training"
+    assert recorded.same_addresses == recorded.allocations or name == "transformer-medium-ctx512-training"
 
 
 def test_all_five_recordings_are_here() -> None:
     assert len(recordings.NAMES) == 5
-
-
-@pytest.mark.bench
-def test_speed() -> None:
-    recording = recordings.read("transformer-medium-ctx512-training")
-    assert min(1e6 * r.seconds / r.allocations for r in (replay(recording) for _ in range(5))) < 50
 
 
 # Snapshots --------------------------------------------------------------------------------------------------------
@@ -166,16 +160,14 @@ class Program:
 def random_program(seed: int, conf: str, torch_version: str) -> Program:
     rng = random.Random(seed)
     p = Program(conf, torch_version)
-    for k in range(500):
-        if k == 200:
-            p.record()
+    for _ in range(400):
         choice = rng.random()
         if choice < 0.52 or not p.live:
             top = rng.choice([2000, MIB, 9 * MIB, 60 * MIB])
             p.malloc(rng.randint(1, top))
         elif choice < 0.95:
             p.free(rng.randrange(len(p.live)), wait=rng.random() < 0.2)
-        elif choice < 0.98 or conf:  # a history that begins midway does not say whose pages go back
+        elif choice < 0.98:
             p.complete()
         else:
             p.empty_cache()
@@ -189,33 +181,33 @@ def write(path: Path, data: object) -> Path:
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("torch_version", ["2.11", "2.12", "2.13"])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_history_that_begins_midway_replays_to_the_byte(
-    seed: int, torch_version: str, conf: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_a_program_replays_to_the_byte(seed: int, torch_version: str, conf: str, tmp_path: Path) -> None:
     p = random_program(seed, conf, torch_version)
     recording = read_recording(write(tmp_path / "s.pickle", p.snapshot()))
     assert recording.settings.ties == p.allocator.settings.ties
     assert recording.settings.expandable_segments == (conf != "")
+    assert recording.notes == ()
     result = replay(recording)
-    assert any("blocks were in use already" in note for note in recording.notes)
+    assert result.figures == p.allocator.figures()
     assert recording.final_reserved_bytes == p.allocator.reserved
-    assert result.figures.reserved_bytes == p.allocator.reserved
+    assert recording.final_allocated_bytes == p.allocator.allocated
     assert result.figures.peak_reserved_bytes == recording.peak_reserved_bytes
-    assert result.figures.block_bytes == recording.final_allocated_bytes == p.allocator.allocated
     assert result.segment_requests == recording.segment_requests
     assert result.same_addresses == result.allocations
-    assert result.unknown_frees == 0
 
 
-def test_pages_that_go_back_after_a_beginning_midway_are_refused() -> None:
-    p = Program("expandable_segments:True")
+@pytest.mark.parametrize("before", ["a block", "a block that is freed", "a cached segment"])
+def test_a_history_that_begins_midway_is_refused(before: str) -> None:
+    p = Program()
     p.malloc(30 * MIB)
+    if before == "a cached segment":
+        p.free(0)
     p.record()
-    p.malloc(30 * MIB)
-    p.free(1)
-    p.empty_cache()
-    with pytest.raises(TraceError, match="record from before the first allocation"):
+    p.malloc(MIB)
+    if before == "a block that is freed":
+        p.free(0)
+    with pytest.raises(TraceError, match="begins midway, lacks events or is damaged"):
         recording_from_snapshot(p.snapshot(), "made up")
 
 
@@ -243,11 +235,11 @@ def test_what_if_with_expandable_segments() -> None:
     recording = recording_from_snapshot(p.snapshot(), "made up")
     assert recording.peak_reserved_bytes == 120 * MIB
     assert replay(recording).figures.peak_reserved_bytes == 120 * MIB
-    grown = replay(recording, AllocatorSettings(expandable_segments=True), from_scratch=True)
+    grown = replay(recording, AllocatorSettings(expandable_segments=True))
     assert grown.figures.peak_reserved_bytes == 60 * MIB
-    tight = replay(recording, device_memory_bytes=64 * MIB, from_scratch=True)
+    tight = replay(recording, recording.settings, 64 * MIB)
     assert tight.figures.num_alloc_retries == 1
-    assert replay(recording, None, 32 * MIB, from_scratch=True).out_of_memory is not None
+    assert replay(recording, recording.settings, 32 * MIB).out_of_memory is not None
 
 
 # The command ------------------------------------------------------------------------------------------------------
@@ -307,7 +299,7 @@ def snapshot(tmp_path: Path) -> Path:
 def test_the_command_prints_a_table(snapshot: Path) -> None:
     result = CliRunner().invoke(main, ["replay", str(snapshot), "-q"])
     assert result.exit_code == 0, result.output
-    assert "+0 bytes reserved; the same segment requests; 100.0 % of 2 blocks" in result.stdout
+    assert "+0 bytes reserved; the same segment requests; 2 of 2 blocks" in result.stdout
     assert result.stderr == ""
 
 
@@ -350,11 +342,10 @@ def test_free_blocks_at_one_address_have_an_order() -> None:
     for ties in (LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT):
         pool = Pool(False, ties)
         first, second = Block(0, 512, 0, pool), Block(0, 512, 0, pool)
-        second.segment_serial = first.segment_serial
         for block in (first, second):
             pool.insert(block)
             pool.insert_unmapped(block)
-        assert [b for *_, b in pool.free[0]] == [b for _, b in pool.unmapped[0]] == [first, second]
+        assert [b for *_, b in pool.free[0]] == [b for *_, b in pool.unmapped[0]] == [first, second]
 
 
 def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
@@ -384,18 +375,6 @@ def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
         ),
         pickle.dumps(
             {"segments": [], "device_traces": [[{"action": ["alloc"], "addr": 1 << 70, "size": -1}]]}
-        ),
-        pickle.dumps(  # a block of no bytes at the end of its segment
-            {
-                "segments": [
-                    {
-                        "address": 0,
-                        "total_size": 1024,
-                        "blocks": [{"size": 1024}, {"address": 1024, "size": 0}],
-                    }
-                ],
-                "device_traces": [[{"action": "alloc", "addr": 0, "size": 1}]],
-            }
         ),
         b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x",  # bytes of 2**62
         b"\x80\x04]r\xff\xff\xff\xff.",  # a memo of 2**32 entries: 64 GiB

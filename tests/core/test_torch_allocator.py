@@ -3,7 +3,7 @@
 `tests/standin` made the files in `tests/data/allocator/torch-*.pickle.gz`: the allocator's own code served random
 programs on a stand-in for the CUDA driver, which hands out addresses and no memory. No GPU was involved. Each program
 has its settings, the device's memory, its operations with where torch put each block, torch's statistics after each,
-and the snapshot that torch took in the end, of a history that begins with the program or in the middle.
+and the snapshot that torch took in the end, of a history that begins with the program or midway, which is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Driver:
         assert a is not None
         gone = {e.address for e in a.segment_events[self.seen :] if e.action == "segment_free"}
         self.seen = len(a.segment_events)
-        ranges = {b.origin for p in (a.small, a.large) for row in p.unmapped.values() for _, b in row}
+        ranges = {b.origin for p in (a.small, a.large) for row in p.unmapped.values() for *_, b in row}
         self.taken = [t for t in self.taken if t[0] not in gone and (t[0] >= SEGMENTS_FROM or t[0] in ranges)]
         at = RANGES_FROM if expandable else SEGMENTS_FROM
         room = -(-size // (2 * MIB)) * 2 * MIB
@@ -126,12 +126,12 @@ def test_the_versions_take_different_blocks() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_recordings_replay_to_torchs_own_figures(version: str) -> None:
-    replayed, refused = 0, set[str]()
+    replayed, refused = 0, 0
     for p in programs(version):
         try:
             recording = recording_from_snapshot(p["snapshot"], f"seed {p['seed']}")
         except TraceError:
-            refused.add(p["conf"])
+            refused += 1
             continue
         replayed += 1
         result = replay(recording)
@@ -140,13 +140,12 @@ def test_recordings_replay_to_torchs_own_figures(version: str) -> None:
         assert recording.peak_reserved_bytes == p["peaks"]["reserved"], where
         assert result.figures.peak_reserved_bytes == p["peaks"]["reserved"], where
         assert result.figures.peak_requested_bytes == p["peaks"]["requested"], where
+        assert result.figures.peak_block_bytes == p["peaks"]["allocated"], where
+        assert result.figures.peak_active_bytes == p["peaks"]["active"], where
         assert result.segment_requests == recording.segment_requests, where
         assert result.same_addresses == result.allocations, where
-        if not recording.notes:
-            assert result.figures.peak_block_bytes == p["peaks"]["allocated"], where
-            assert result.figures.peak_active_bytes == p["peaks"]["active"], where
-    assert replayed >= 20
-    assert all("expandable_segments" in conf for conf in refused)
+    assert replayed >= 13
+    assert replayed + refused >= 22
 
 
 def test_private_pools_are_refused() -> None:
@@ -159,7 +158,7 @@ def test_private_pools_are_refused() -> None:
 
 
 def test_one_device_of_several(tmp_path: Path) -> None:
-    first, second = programs("2.13.0")[:2]
+    first, _, second = programs("2.13.0")[:3]
     for s in second["snapshot"]["segments"]:
         s["device"] = 2
     data = first["snapshot"] | {
@@ -171,7 +170,7 @@ def test_one_device_of_several(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(data))
     assert read_recording(path).peak_reserved_bytes == first["peaks"]["reserved"]
     assert read_recording(path, 2).peak_reserved_bytes == second["peaks"]["reserved"]
-    with pytest.raises(TraceError, match=r"device 1 recorded no events \(devices 0, 2 have\)"):
+    with pytest.raises(TraceError, match=r"device 1 recorded no events \(devices with some: \[0, 2\]\)"):
         read_recording(path, 1)
 
 

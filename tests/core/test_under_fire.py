@@ -24,9 +24,12 @@ from traces.files.whole import directory_beside, replacing, write_text
 from traces.records.plan import Plan
 
 SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
+LEFT = {"address": 0, "total_size": 1 << 21}
 
 
-def snapshot(path: Path, segments: object = (), events: object = (SEGMENT,), settings: object = None) -> Path:
+def snapshot(
+    path: Path, segments: object = (LEFT,), events: object = (SEGMENT,), settings: object = None
+) -> Path:
     data = {"segments": segments, "device_traces": [list(events)], "allocator_settings": settings or {}}  # type: ignore[call-overload]
     path.write_bytes(pickle.dumps(data))
     return path
@@ -77,19 +80,17 @@ def test_a_plan_whose_warnings_are_no_texts_is_refused(wrong: object, tmp_path: 
         Plan.load(good)
 
 
-def test_a_snapshot_of_two_million_blocks_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_snapshot_of_two_million_blocks_is_refused_soon(tmp_path: Path) -> None:
     count = 2_000_000
-    segment = {
-        "address": 0,
-        "total_size": 512 * count,
-        "blocks": [{"size": 512, "state": "active_allocated"}] * count,
-    }
-    path = snapshot(tmp_path / "x.pickle", segments=[segment])
+    blocks = [{"size": 512, "state": "active_allocated"}] * count
+    path = snapshot(
+        tmp_path / "x.pickle", segments=[{"address": 0, "total_size": 512 * count, "blocks": blocks}]
+    )
     began = time.process_time()
     result = CliRunner().invoke(main, ["replay", str(path)])
     assert time.process_time() - began < 2
     assert result.exit_code == 2
-    assert "2,000,001 segments and blocks" in result.output
+    assert "damaged" in result.output
 
 
 def test_endless_settings_are_not_read(tmp_path: Path) -> None:

@@ -35,26 +35,23 @@ def load_plain(path: Path) -> Any:
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
-            raise TraceError(
-                f"{path}: {size / 2**30:.1f} GiB are more than can be read; record with a smaller max_entries, or "
-                "with _record_memory_history(context=None)."
-            )
+            raise MemoryError
         with path.open("rb") as file, _bounded_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * size):
             return _PlainUnpickler(file).load()
-    except TraceError:
-        raise
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror or error}); name another file.") from None
+        why = f"cannot be read ({error.strerror or error}); name another file."
     except MemoryError:
-        raise TraceError(
-            f"{path}: asks for more memory than a snapshot of its size needs; it is damaged, or too large for here."
-        ) from None
+        why = (
+            "damaged, or too large to be read; record with a smaller max_entries, or with "
+            "_record_memory_history(context=None)."
+        )
     # A damaged pickle can make the unpickler raise almost anything; no code of the file's own can have run.
     except Exception as error:
-        detail = str(error) or type(error).__name__
-        raise TraceError(
-            f"{path}: not a memory snapshot ({detail}); make one with torch.cuda.memory._dump_snapshot(path)."
-        ) from None
+        why = (
+            f"not a memory snapshot ({str(error) or type(error).__name__}); make one with "
+            "torch.cuda.memory._dump_snapshot(path)."
+        )
+    raise TraceError(f"{path}: {why}")
 
 
 @contextlib.contextmanager
