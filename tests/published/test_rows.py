@@ -60,8 +60,6 @@ def test_readme_shows_the_results() -> None:
     """Lines of the README's table of published figures are those that the results make."""
     readme = (HERE.parents[1] / "README.md").read_text(encoding="utf-8").splitlines()
     ours = published.readme(list(MADE.values())).splitlines()
-    if ours[0] not in readme:
-        pytest.skip("README has no table of published figures")
     begin = readme.index(ours[0])
     assert readme[begin : begin + len(ours)] == ours
 

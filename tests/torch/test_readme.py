@@ -15,7 +15,17 @@ pytest.importorskip("torch")
 
 from executor.cli.main import answer
 from executor.plans import Outcome
-from tests.core.test_readme import MANUALS, README, ROOT, blocks, measurement, quoted, section, small_trace
+from tests.core.test_readme import (
+    FORMATS,
+    README,
+    ROOT,
+    blocks,
+    measurement,
+    quoted,
+    rows,
+    section,
+    small_trace,
+)
 from traces.records.plan import Plan
 
 
@@ -23,7 +33,9 @@ def test_every_key_of_executes_json_is_documented() -> None:
     known = {f.name: "" for f in fields(Outcome)}
     known |= {"plan": Plan(meta=small_trace().meta), "measurement": measurement()}
     outcome = Outcome(**known)
-    assert {*answer(outcome)} <= quoted(section(MANUALS["executor"], "JSON"))
+    assert {*answer(outcome)} <= quoted(section(FORMATS, "What the commands print with --json")) | {
+        *rows(section(FORMATS, "A measurement"))
+    }
 
 
 # Runs what the manual shows one after another in one process: the commands (also where a script starts `trace` for each
@@ -62,7 +74,7 @@ def test_the_example_runs_as_shown(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
     lines = done.stdout.partition("RUN train.py\n")[2].splitlines()
-    shown = blocks(section(README, "In your own loop"), "")[0].splitlines()
+    shown = blocks(section(README, "`apply_plan`"), "")[0].splitlines()
     # The losses' digits belong to a machine; all else does not.
     digits = re.compile(r"\d+\.\d+")
     assert [digits.sub("", line) for line in lines] == [digits.sub("", line) for line in shown]
