@@ -1,4 +1,4 @@
-"""Build functions of the models that only the benchmarks need: a plain MLP, and decoders of many layers."""
+"""Build functions of the models that only the benchmarks need: decoders of many layers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 Built = tuple[nn.Module, Any, Callable[..., Any] | None, torch.optim.Optimizer | None]
-
-
-class Mlp(nn.Module):
-    """Twelve blocks of Linear 1,024 -> 1,024 and ReLU, a Linear, and the mean of the squares as the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)))
-        self.head = nn.Linear(1024, 1024)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x)).pow(2).mean()
-
-
-def mlp(batch_size: int = 4096) -> Built:
-    return Mlp(), torch.randn(batch_size, 1024), None, None
 
 
 class Block(nn.Module):

@@ -20,9 +20,8 @@ import click
 @click.option("--batch-size", type=int, default=8)
 @click.option("--lengths", default="128,64,96,80", show_default=True, help="The first is the plan's.")
 @click.option("--budget", default="85%", show_default=True)
-@click.option("--told", is_flag=True, help="`fit` is given a batch of the smallest length.")
 @click.option("--json", "as_json", is_flag=True)
-def main(model: str, batch_size: int, lengths: str, budget: str, told: bool, as_json: bool) -> None:
+def main(model: str, batch_size: int, lengths: str, budget: str, as_json: bool) -> None:
     """Fit MODEL, a name of transformers', and train it at each length twice."""
     from executor import fit
     from tracer.step.step import load_spec
@@ -40,13 +39,8 @@ def main(model: str, batch_size: int, lengths: str, budget: str, told: bool, as_
         trained(*steps[n].args, **steps[n].kwargs).loss.backward()
         trained.zero_grad()
 
-    given = {
-        "optimizer": step.optimizer,
-        "budget": budget,
-        "smaller": steps[min(sizes)].kwargs if told else None,
-    }
-    trained, took = timed(lambda: fit(step.model, step.kwargs, **given))
-    found: dict[str, Any] = {"model": model, "batch_size": batch_size, "told": told, "fit": took, "steps": []}
+    trained, took = timed(lambda: fit(step.model, step.kwargs, optimizer=step.optimizer, budget=budget))
+    found: dict[str, Any] = {"model": model, "batch_size": batch_size, "fit": took, "steps": []}
     for n in sizes:
         once, again = (timed(lambda n=n: train(n))[1] for _ in range(2))
         found["steps"].append({"length": n} | {k: once[k] - again[k] for k in once})

@@ -1,14 +1,9 @@
-"""A whole front of ours beside one plan of torch's partitioner, on the same problem, in turns on the same machine.
+"""How long a whole front of plans takes, as a process of its own.
 
 python -m tests.bench.front [bert-base|resnet152 ...] [--rounds N] [--points N] [--planner mu-two] [--json]
 
-torch's time is that of its partitioner alone (`activation_memory_budget` 0.5, its default solver), in a process in
-which everything is imported and the model captured. Ours is `simulate pareto` as a process of its own: with the start
-of Python, imports, loading the compiled loops and reading the trace (`process_seconds`), and what it reports for the
-front by itself, loading the loops included (`front_seconds`).
-
-Counts: wall time, of each the median and the least of all rounds. Ignores: what else the machine does meanwhile; the
-turns are there so that it does it to both.
+`process_seconds` has the start of Python, imports, loading the compiled loops and reading the trace. `front_seconds`
+is what `simulate pareto` reports for the front by itself. Counts: wall time, the median and the least of all rounds.
 """
 
 from __future__ import annotations
@@ -29,24 +24,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert-base": {"batch_size": 16, "seq_len": 512, "target": "h200"},
     "resnet152": {"batch_size": 32, "target": "h200"},
 }
-BUDGET = 0.5  # of torch: in between, so that it runs all of its minimum cuts and its knapsack
 
 
 def measure(name: str, cache: Path, rounds: int, points: int, planner: str) -> dict[str, Any]:
-    """Both sides of one model."""
-    from tests.bench.baselines.saved_by_torch import Setting, saved_set
-    from tests.bench.baselines.torch_budget import same_graph_again
-
+    """One model."""
     options = MODELS[name]
     trace = trace_of(cache, name, **options)
-    again = same_graph_again(trace.meta)
     words = [sys.executable, "-m", "simulator", "pareto", str(directory_of(cache, name, **options))]
     words += ["--points", str(points), "--planner", planner, "--json", "-q"]
     front(words)  # so that the loops are compiled
-    torch_seconds, process_seconds, front_seconds = [], [], []
+    process_seconds, front_seconds = [], []
     answer: dict[str, Any] = {}
     for _ in range(rounds):
-        torch_seconds.append(saved_set(again.program, Setting(budget=BUDGET), again.graph_ops).solve_seconds)
         begin = time.perf_counter()
         answer = front(words)
         process_seconds.append(time.perf_counter() - begin)
@@ -60,7 +49,6 @@ def measure(name: str, cache: Path, rounds: int, points: int, planner: str) -> d
         "points": len(answer["points"]),
         "feasible_points": len(planned),
         "rounds": rounds,
-        "torch_one_plan_seconds": spread(torch_seconds),
         "front_seconds": spread(front_seconds),
         "process_seconds": spread(process_seconds),
     }
@@ -85,14 +73,14 @@ def spread(seconds: list[float]) -> dict[str, float]:
 @click.option("--planner", default="mu-two", show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def main(models: tuple[str, ...], cache: Path, rounds: int, points: int, planner: str, as_json: bool) -> None:
-    """Time a whole front of ours and one plan of torch's on MODELS (default: both)."""
+    """Time the front of MODELS (default: both)."""
     out = [measure(name, cache, rounds, points, planner) for name in models or MODELS]
     if as_json:
         click.echo(json.dumps(out))
         return
     for data in out:
         click.echo(f"{data['model']} {data['options']}: {data['ops']} ops, {data['points']} budgets")
-        for key in ("torch_one_plan_seconds", "front_seconds", "process_seconds"):
+        for key in ("front_seconds", "process_seconds"):
             click.echo(f"  {key:24} median {data[key]['median']:.2f}  least {data[key]['least']:.2f}")
 
 

@@ -5,8 +5,7 @@ python -m tests.bench.published [ROW ...] [-o FILE.json] [--table FILE.md] [--re
 The rows are tests/published/rows.toml, the steps its build functions, and the loops tests/published/loops.py. Needs a
 CUDA build of torch; rows for another release than the one that is here stay as FILE has them, unless they are named.
 Every row is added to FILE as soon as it is there, and rows that FILE has are made again only if they are named or with
-`--again`, so that table and page need no torch. A row of torch's activation_memory_budget also has the replay of what
-torch saves, and the time that it and our plan with the same peak add.
+`--again`, so that table and page need no torch. A row of torch's activation_memory_budget is rehearsed alone.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ import click
 
 from simulator import api
 from simulator.core.problem import Problem
-from simulator.planners.outcome import Infeasible
 from simulator.prediction.loop_peaks import LoopPeaks, untouched_peaks
-from tests.bench.baselines.saved_sets import TorchPlan, plans
-from tests.bench.recorded import ask_torch
 from tracer import trace
 from tracer.rehearsal import run
 from tracer.rehearsal.driver import find_cuda_torch
@@ -59,11 +55,8 @@ def made(name: str, row: Mapping[str, Any], ways: Sequence[str] = WAYS) -> dict[
     with environment(row.get("environment", {})):
         out["torch"] = find_cuda_torch().release
         out["rehearsed"] = compared(rehearsed(row) if "rehearsed" in ways else {}, row)
-        found: dict[str, Any] = {"predicted": {}}
-        if "predicted" in ways:
-            found = budgeted(row) if BUDGET in row else {"predicted": predicted(row)}
-        out["predicted"] = compared(found.pop("predicted"), row, sum(n for n, _ in row.get("held", ())))
-        out |= found
+        found = predicted(row) if "predicted" in ways and BUDGET not in row else {}
+        out["predicted"] = compared(found, row, sum(n for n, _ in row.get("held", ())))
     return out
 
 
@@ -110,15 +103,6 @@ def step_of(build: str, gpu: str, options: tuple[tuple[str, Any], ...] = ()) -> 
     return Problem(trace(spec_of(build), target=gpu, profile=False, **given))
 
 
-@lru_cache(maxsize=2)
-def torchs(build: str, gpu: str) -> dict[float, TorchPlan]:
-    """What torch saves of that step under each budget that the table names."""
-    budgets = tuple(r[BUDGET] for r in rows().values() if r["build"] == build and BUDGET in r)
-    problem = step_of(build, gpu)
-    found = plans(problem, ask_torch(problem.trace, budgets, ("dp",)))
-    return {float(p.choice.settings["budget"]): p for p in found}
-
-
 def spec_of(build: str) -> str:
     """Where a build function is."""
     from tests.published import models
@@ -143,34 +127,6 @@ def _highest(found: Any) -> dict[str, int]:
     keys = ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes")
     of = list(found)
     return {f: max(getattr(x, key) for x in of) for f, key in zip(FIGURES, keys, strict=True)}
-
-
-def budgeted(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch saves under its activation_memory_budget, replayed; and our plan with the same peak.
-
-    Counts and ignores: as `tests.bench.baselines.saved_sets`. Of both plans the peak less what is resident; the
-    gradients of the step before, which lie there in their loop, are resident too.
-    """
-    problem = step_of(row["build"], row["gpu"])
-    resident = problem.trace.resident_bytes
-    theirs = torchs(row["build"], row["gpu"])[row[BUDGET]]
-    figures = api.simulate(problem, theirs.plan)
-    peak = figures.planned_figures
-    out: dict[str, Any] = {
-        "predicted": {"allocated": (peak.peak_block_bytes or 0) - resident},
-        "torch_adds_percent": round(figures.overhead_percent, 3),
-        "saves": len(theirs.choice.saved),
-    }
-    try:
-        plan = api.plan(problem, peak.peak_allocated_bytes, seconds=2)
-    except Infeasible as refusal:
-        return {**out, "ours": str(refusal)}
-    ours = api.simulate(problem, plan)
-    return {
-        **out,
-        "ours_peak_bytes": (ours.planned_figures.peak_block_bytes or 0) - resident,
-        "ours_adds_percent": round(ours.overhead_percent, 3),
-    }
 
 
 def compared(found: Mapping[str, int], row: Mapping[str, Any], held: int = 0) -> dict[str, Any]:
@@ -252,7 +208,9 @@ def main(
     here = release(needed=bool(names))
     for name, row in table_rows.items():
         wanted = name in names if names else here.startswith(row["torch"])
-        if not wanted or (there.get(name, {}).get(only or WAYS[1]) and not names and not again):
+        if not wanted or (
+            there.get(name, {}).get(only or WAYS[BUDGET not in row]) and not names and not again
+        ):
             continue
         try:
             now = made(name, row, [only] if only else WAYS)
@@ -288,7 +246,7 @@ Predictions include what the measured loop holds beside the step (`held` in rows
 
 def page_of(of: list[dict[str, Any]]) -> str:
     """All tables in Markdown."""
-    return HEAD + markdown(of) + torch_budgets(of)
+    return HEAD + markdown(of)
 
 
 def readme(of: list[dict[str, Any]]) -> str:
@@ -309,38 +267,6 @@ def readme(of: list[dict[str, Any]]) -> str:
             met = sum(not f["off_bytes"] for f in off)
             cells.append("-" if worst is None else f"{met} of {len(off)}, {worst:+.2f} %")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def torch_budgets(of: list[dict[str, Any]]) -> str:
-    """torch's activation_memory_budget for what it is: what it costs at the peak that it reaches, and what we do."""
-    found = [r for r in of if "torch_adds_percent" in r]
-    if not found:
-        return ""
-    lines = [
-        "",
-        "## torch's activation_memory_budget",
-        "",
-        "Peak less what is resident; added time by the roofline of a T4, of torch's choice and of our plan that stays",
-        "within its peak. Measured on a GTX 1650: ackaudit (pytorch#197838).",
-        "",
-        "Replayed (above: predicted) is what torch's partitioner saves of the graph that Lowtide captures, in our",
-        "schedule; rehearsed is torch.compile itself. torch.compile captures another graph, of which the",
-        "partitioner may save other values. Under 0.10 (-15.67 %) both save the attention's outputs of all 32",
-        "layers; of torch.compile's graph also 21 matrix products, the last of each of the first 21 layers, so",
-        "that 11 layers run again as one; of ours 24, so that the longest stretch may have three layers less.",
-        "That fits the 79.6 MB, 29 a layer, and was not traced further. The order is not the cause: with every op",
-        "run as late as possible, torch's own backward graph has the same peak.",
-        "",
-        "| budget | measured | rehearsed | replayed | torch adds | ours, peak | ours adds |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for r in found:
-        ours = "ours_peak_bytes" in r
-        cells = [r["name"].rpartition("_")[2], f"{r['measured']['allocated']:,}"]
-        cells += [f"{r[w]['allocated']['bytes']:,}" if r[w] else "-" for w in ("rehearsed", "predicted")]
-        cells += [f"{r['torch_adds_percent']:+.2f} %", f"{r['ours_peak_bytes']:,}" if ours else "none"]
-        lines.append("| " + " | ".join([*cells, f"{r['ours_adds_percent']:+.2f} %" if ours else "-"]) + " |")
     return "\n".join(lines) + "\n"
 
 
