@@ -216,7 +216,7 @@ def test_elementary_recurrent_layers_of_a_gpu_are_warned_of() -> None:
         recorded = trace(net, batch, functional.cross_entropy, "sgd", target=target)
         told[target] = [w for w in warnings_of(Problem(recorded)) if w.code == "recurrent"]
     assert [(w.subject, w.figures) for w in told["h100"]] == [("first", {"modules": 2})]
-    assert "'first' and 1 more" in text(told["h100"][0])
+    assert "2, such as 'first'" in text(told["h100"][0])
     assert not told[None]
     whole = trace(Speaker(0.0), batch, functional.cross_entropy, "sgd", target="h100")
     assert not [w for w in warnings_of(Problem(whole)) if w.code == "recurrent"]

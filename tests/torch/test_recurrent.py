@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 from simulator.allocator.requests import Residents, untouched_requests  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.prediction.warnings import _recurrent  # noqa: E402
+from simulator.prediction.warnings import warnings_of  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.capture.cuda.recurrent import _buffer, _taken, flatten  # noqa: E402
 from tracer.cudnn import definitions, flat_weights, temporary_bytes  # noqa: E402
@@ -111,7 +111,7 @@ def test_what_is_not_known_of_cudnn_stays_elementary_and_is_warned_of(options: A
     recorded = of(nn.LSTM, amp=amp, **options)
     assert CUDNN not in recorded.ops.target
     assert recorded.meta.sketch["recurrent"] == ["rnn"]
-    assert [w.subject for w in _recurrent(recorded.meta)] == ["rnn"]
+    assert [w.subject for w in warnings_of(Problem(recorded)) if w.code == "recurrent"] == ["rnn"]
 
 
 def test_without_cudnn_it_stays_elementary(monkeypatch: pytest.MonkeyPatch) -> None:
