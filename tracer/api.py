@@ -17,7 +17,7 @@ from tracer.step.step import BuildStep, check_device, load_spec
 from tracer.torch_api import no_garbage, one_at_a_time, require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
-from traces.errors import LowtideError, SpecError
+from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.records.trace import Trace
 
 if TYPE_CHECKING:
@@ -148,6 +148,20 @@ def trace(
     else:
         around = {"amp": amp, "tf32": tf32, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
         build = in_hand(model, batch, loss, optimizer, scaler, options, around, seed)
+    if entry.kind == "cuda" and device is None and not calibrate:
+        around_all = {"amp": amp, "tf32": tf32, "seed": seed, "profile": _path(profile), **options}
+        in_hand_there = {
+            "model": model,
+            "batch": batch,
+            "loss": loss,
+            "optimizer": optimizer,
+            "scaler": scaler,
+        }
+        named = {"model": model, "optimizer": optimizer} if isinstance(model, str) else {}
+        objects = {} if named else in_hand_there
+        found = _rehearsed({**around_all, **named}, objects, entry, tell)
+        if found is not None:
+            return found
     tell(f"Capturing {build.model} ...")
     with no_garbage():
         from tracer.recording import ProfileUse, record_fake, record_real
@@ -157,6 +171,56 @@ def trace(
         if device is None:
             return record_fake(build, entry, use, tell)
         return record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup)
+
+
+def _path(profile: str | Path | Literal[False] | None) -> str | Literal[False] | None:
+    return str(Path(profile).absolute()) if profile else False if profile is False else None
+
+
+def _rehearsed(
+    request: Mapping[str, Any], objects: Mapping[str, Any], gpu: Device, say: Callable[[str], None]
+) -> Trace | None:
+    """The step as torch's own CUDA code runs it on that GPU, which is not there; None where that cannot run here, and
+    `say` is told why, and how to get it."""
+    from tracer.rehearsal.run import traced_on_null_driver
+
+    name = request.get("model") or type(objects["model"]).__name__
+    say(f"Rehearsing {name} on {gpu.name} ...")
+    try:
+        return traced_on_null_driver(request, objects, gpu, say)
+    except EnvironmentProblem as error:
+        reason = str(error)
+    except SpecError as error:
+        if not objects:
+            raise
+        reason = (
+            f"{error}. Put what makes them into a function of a file and trace that (file.py:build), or trace with "
+            "--device cuda on the GPU."
+        )
+    say(f"approximate, by what ops return and a few rules: {reason}")
+    return None
+
+
+def trace_there(folder: str, request: dict[str, Any]) -> dict[str, Any]:
+    """`trace` in a process on the null driver; the trace is saved in the folder, where objects in hand may be."""
+    from inspect import unwrap
+
+    from tracer.rehearsal.objects import load
+    from tracer.rehearsal.perform import explained, initialisers_without_values
+    from tracer.rehearsal.run import OBJECTS, TRACE
+    from traces.records import store
+
+    place, said = Path(folder), []  # type: ignore[var-annotated]
+    given = load(place / OBJECTS) if (place / OBJECTS).exists() else {}
+    try:
+        with initialisers_without_values():
+            record = unwrap(trace)(**given, **request, device="cuda", say=said.append)
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise explained(error) from error
+    store.save(record, place / TRACE)
+    return {"said": said}
 
 
 @_names_arguments

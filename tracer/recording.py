@@ -16,6 +16,7 @@ from tracer.costs.profiles import board_of, find, identity_here, identity_wanted
 from tracer.measure.host_copies import host_bytes_per_s
 from tracer.measure.isolated import calibrate, missing
 from tracer.measure.step import measure
+from tracer.measure.untouched import untouched_loop
 from tracer.precision.policy import set_tf32
 from tracer.record.draft import Draft
 from tracer.record.one_graph import OneGraph
@@ -28,7 +29,7 @@ from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep
 from traces.devices import Device
 from traces.devices import device as device_entry
-from traces.errors import EnvironmentProblem, LowtideError, SpecError, TraceError
+from traces.errors import EnvironmentProblem, LowtideError, TraceError
 from traces.files.whole import check_writable
 from traces.provenance import REHEARSED, provenance_of, rehearsing
 from traces.records import device_profile as store
@@ -204,45 +205,37 @@ def record_real(
 ) -> Trace:
     """A trace measured on this machine; what was measured is added to the device's profile.
 
-    On a GPU that is not there (a rehearsal) the allocations are torch's own, the times the roofline's, and no profile
-    learns of them. What the untouched loop needs is counted on a laptop's fake tensors, for a GPU of the device table.
+    On a GPU that is not there (a rehearsal) the allocations are torch's own, the times those of the device's profile or
+    else the roofline's, and no profile learns of them.
 
     Args:
-        fake: the same step on such, if it is recorded already. For the others see `measure`.
+        fake: of a CPU, the same step on fake tensors, if it is recorded already. For the others see `measure`.
+
+    Of a loop that frees gradients in backward, the ops are measured in one that ends in a step.
 
     Raises:
-        SpecError: the loop frees gradients in backward; a profile is named in a rehearsal.
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
-    if build.policy.get("release_gradients"):
-        raise SpecError(
-            "--release-gradients: --device measures the ops of a loop that ends in a step. Measure without it, and "
-            "trace with --target and --release-gradients; the measurements are in the device's profile by then."
-        )
     if device.startswith("cuda"):
         set_tf32(build.policy)  # before anything asks whose measurements these are
     identity = identity_here(device)
     rehearsed = provenance_of(device, identity.device) == REHEARSED
-    if rehearsed and use.path is not None:
-        raise SpecError(
-            f"--profile: nothing is measured on {identity.device}, which is not there; leave it out."
-        )
     path = None if use.off or rehearsed else _own_file(use, identity, say)
     target = device_entry(identity.target) if identity.target else target
-    if device != "cpu":
-        draft = trace_step(build, target, device=device, costs=Costs())
-        if fake is None and identity.target:
-            fake = _on_fakes(build, target, say)
-    else:
-        draft = fake or trace_step(build, target, costs=Costs())
+    known = _known(target, build, use, say) if rehearsed else None
+    releases = bool(build.policy.get("release_gradients"))
+    ending = replace(build, policy={**build.policy, "release_gradients": False}) if releases else build
+    if device != "cpu" or fake is None or releases:
+        fake = trace_step(ending, target, device=device, costs=Costs(profile=known))
+    draft = fake
     say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {identity.device} ...")
-    measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say)
+    measured = measure(draft, ending, device, rounds=rounds, warmup=warmup, say=say)
     own = measured.profile(identity, rounds)
-    same = fake is not None and fake.meta.graph_fingerprint == draft.meta.graph_fingerprint
-    counted = fake if fake is not None and same else draft
-    peak_bytes, requests = count_untouched(counted, Costs(profile=own), say)
-    trace = measured.finish(untouched=requests, untouched_peak_bytes=peak_bytes)
+    peak_bytes, requests = untouched_loop(build, device)
+    if releases:
+        draft = trace_step(build, target, device=device, costs=Costs(profile=own))
+    trace = measured.finish(draft, untouched=requests, untouched_peak_bytes=peak_bytes)
     if device.startswith("cuda") and not rehearsed:
         rates = {**trace.meta.rates, "host_bytes_per_s": host_bytes_per_s()}
         trace = replace(trace, meta=replace(trace.meta, rates=rates))
@@ -251,15 +244,12 @@ def record_real(
     return joined_with(trace, record_joined(build, draft, use, say, device=device, costs=Costs(profile=own)))
 
 
-def _on_fakes(build: BuildStep, target: Device, say: Say) -> Draft | None:
-    """The step as a laptop records it; None where it cannot."""
-    try:
-        return trace_step(build, target, costs=Costs())
-    except LowtideError as error:
-        say(
-            f"warning: the untouched loop is not counted, since the step cannot be recorded without its GPU: {error}"
-        )
-        return None
+def _known(target: Device, build: BuildStep, use: ProfileUse, say: Say) -> DeviceProfile | None:
+    """What was measured on that device before."""
+    found = None if use.off else find(identity_wanted(target, build.policy.get("tf32")), use.path)
+    if found is not None and found.warning:
+        say(f"warning: {found.warning}")
+    return found.profile if found is not None else None
 
 
 def _calibrated(

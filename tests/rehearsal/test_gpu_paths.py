@@ -91,7 +91,6 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
     for words in (
         ("execute", "plan.json", "--report", "x.html"),
         ("execute", "sweep", "t"),
-        ("trace", "net.py:build", "--device", "cuda", "--profile", "p"),
     ):
         refused = on_h100(tmp_path, *words, *(("--device", "cuda") if words[0] == "execute" else ()))
         assert refused.returncode == 2, refused.stdout

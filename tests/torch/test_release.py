@@ -388,9 +388,10 @@ def test_what_needs_all_gradients_is_refused(make: Any, options: dict[str, Any],
         recorded(looped(make, {**options, **RELEASE}))
 
 
-def test_it_is_not_measured_op_by_op() -> None:
-    with pytest.raises(SpecError, match="--release-gradients: --device measures"):
-        record_real(looped(wide, RELEASE), CPU, "cpu", ProfileUse(off=True))
+def test_its_ops_are_measured_in_a_loop_that_ends_in_a_step_and_its_peak_in_its_own() -> None:
+    found = record_real(looped(wide, RELEASE), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    assert found.meta.untouched_peak_bytes == measured_peaks(looped(wide, RELEASE))[-1]
+    assert found.meta.within_backward
 
 
 @pytest.mark.slow

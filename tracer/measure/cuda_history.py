@@ -14,6 +14,7 @@ from traces.errors import TraceError
 from traces.records.device_profile import LibraryWorkspace
 from traces.records.events import OwnEvents
 
+Move = tuple[bool, int, int]
 MARK_BYTES: Final = 257  # asked for; the allocator's smallest block serves it
 
 
@@ -47,18 +48,15 @@ def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindo
     Raises:
         TraceError: a marker is not there: the history is cut off, or something else recorded at the same time.
     """
-    moves = [
-        (e["action"] == "alloc", int(e["addr"]), int(e["size"]))
-        for e in entries
-        if e["action"] in ("alloc", "free_requested")
-    ]
+    moves = _moves(entries)
     last_free = {address: k for k, (alloc, address, _) in enumerate(moves) if not alloc}
     events: list[tuple[int, ...]] = []
     kept: list[LibraryWorkspace] = []
     position = 0
     for number, window in enumerate(windows):
-        first = _marker(moves, position, window.before, number, window.target)
-        last = _marker(moves, first, window.after, number, window.target)
+        what = f"op {number} ({window.target})"
+        first = _marker(moves, position, window.before, what)
+        last = _marker(moves, first, window.after, what)
         inside = range(first, last - 2)
         own = OwnEvents()
         for k in inside:
@@ -76,13 +74,36 @@ def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindo
     return History(events=tuple(events), workspaces=tuple(kept))
 
 
-def _marker(moves: list[tuple[bool, int, int]], start: int, address: int, number: int, target: str) -> int:
+def marked(entries: Sequence[Mapping[str, Any]], markers: Sequence[int]) -> list[list[Move]]:
+    """What was allocated (True, address, bytes) and freed (False, ...) behind each marker, up to the next.
+
+    Args:
+        entries: as for `read_history`.
+        markers: their addresses, in order of time.
+    """
+    moves = _moves(entries)
+    places = [0]
+    for k, address in enumerate(markers):
+        places.append(_marker(moves, places[-1], address, f"mark {k}"))
+    ends = [*(place - 2 for place in places[2:]), len(moves)]
+    return [moves[first:last] for first, last in zip(places[1:], ends, strict=True)]
+
+
+def _moves(entries: Sequence[Mapping[str, Any]]) -> list[Move]:
+    return [
+        (e["action"] == "alloc", int(e["addr"]), int(e["size"]))
+        for e in entries
+        if e["action"] in ("alloc", "free_requested")
+    ]
+
+
+def _marker(moves: list[Move], start: int, address: int, what: str) -> int:
     """The position behind the next marker at an address."""
     wanted = [(True, address, MARK_BYTES), (False, address, MARK_BYTES)]
     for k in range(start, len(moves) - 1):
         if moves[k : k + 2] == wanted:
             return k + 2
     raise TraceError(
-        f"the CUDA allocator's history does not show op {number} ({target}): it was cut off, or another recording was "
-        "running. Trace again in a fresh process, without `_record_memory_history` in your own code."
+        f"the CUDA allocator's history does not show {what}: it was cut off, or another recording was running. Trace "
+        "again in a fresh process, without `_record_memory_history` in your own code."
     )

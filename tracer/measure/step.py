@@ -8,8 +8,8 @@ nobody watches run in between; what they take beside all ops is shared by the op
 On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
 "workspace" that are there throughout the step.
 
-On a GPU that is not there (a rehearsal) the same rounds run, the allocations are those of torch's own code, and the
-times are the roofline's.
+On a GPU that is not there (a rehearsal) no round is timed: the allocations are those of torch's own code, and the times
+those that the step was recorded with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tracer.costs.calibration import MEASURED, REHEARSED, Cost
+from tracer.costs.calibration import MEASURED, NONE, REHEARSED, Cost
 from tracer.costs.profiles import profile_of
 from tracer.measure.probes import CudaTimer, Probe, Silent, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.measure.runner import GraphRunner
@@ -33,7 +33,7 @@ from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.provenance import alloc_conf, rehearsing
 from traces.records.device_profile import DeviceProfile, Identity, LibraryWorkspace
-from traces.records.trace import EAGER, VIEW, Trace
+from traces.records.trace import CUDNN_DECIDES, EAGER, VIEW, Trace
 from traces.units import show_time
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
@@ -52,9 +52,10 @@ class Measured:
         """The measurements by the ops' signatures."""
         return profile_of(self.draft.rows, self.costs, identity, rounds, self.workspaces or ())
 
-    def finish(self, **header: Any) -> Trace:
-        """The measured trace."""
-        return self.draft.finish(self.costs, self.workspaces, **self.header, **header)
+    def finish(self, draft: Draft, **header: Any) -> Trace:
+        """The trace of the draft that was measured, or of another, which has costs of its own."""
+        costs = self.costs if draft is self.draft else None
+        return draft.finish(costs, self.workspaces, **self.header, **header)
 
 
 def measure(
@@ -89,23 +90,24 @@ def measure(
         kept = cuda_allocations(runner.first).workspaces
     else:
         runner.first(timer)
-    for _ in range(max(warmup, 1) - 1):
+    rehearsed = cuda and rehearsing()
+    for _ in range(0 if rehearsed else max(warmup, 1) - 1):
         runner.round(timer)
     timer.finish()
     runner.settle(expected)
     silent, wait = Silent(), torch.cuda.synchronize if cuda else lambda: None
-    _whole_ns(runner, silent, wait)
     samples: list[list[int]] = []
     wholes: list[int] = []
-    for k in range(rounds):
+    if not rehearsed:
+        _whole_ns(runner, silent, wait)
+    for k in range(0 if rehearsed else rounds):
         runner.round(timer)
         _compare(expected, timer.targets)
         samples.append(timer.finish())
         wholes.append(_whole_ns(runner, silent, wait))
         say(f"Round {k + 1} of {rounds} is done.")
     totals = [sum(s) for s in samples]
-    rehearsed = cuda and rehearsing()
-    if not rehearsed and max(totals) > SPREAD * min(totals):
+    if totals and max(totals) > SPREAD * min(totals):
         say(
             f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine is "
             "busy, and the times of this trace are not reliable (its sizes are)."
@@ -121,10 +123,14 @@ def measure(
         times = [cost.time_ns for cost in draft.priced(draft.costs)]
     else:
         times = with_the_rest(typical(samples), flags, int(statistics.median(wholes)))
-    source = REHEARSED if rehearsed else MEASURED
+
+    def source(target: str) -> str:
+        # How large a buffer cuDNN would ask for, only a GPU knows.
+        return (NONE if target in CUDNN_DECIDES else REHEARSED) if rehearsed else MEASURED
+
     costs = tuple(
-        Cost(time_ns=t, events=settle(e, created), source="" if f & VIEW else source)
-        for t, e, created, f in zip(times, events, draft.created_bytes, flags, strict=True)
+        Cost(time_ns=t, events=settle(e, created), source="" if row.flags & VIEW else source(row.target))
+        for t, e, created, row in zip(times, events, draft.created_bytes, draft.rows, strict=True)
     )
     header: dict[str, Any] = {
         "mode": "rehearsed" if rehearsed else "real",

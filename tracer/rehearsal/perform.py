@@ -40,7 +40,7 @@ def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     except LowtideError:
         raise
     except Exception as error:
-        raise _explained(error) from error
+        raise explained(error) from error
     if not watch.iterations and not out_of_memory:
         raise SpecError(
             f"{given.model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a "
@@ -130,7 +130,7 @@ def _script(task: Task, watch: Watch) -> None:
             ) from None
 
 
-def _explained(error: Exception) -> Exception:
+def explained(error: Exception) -> Exception:
     """An error of torch's with what the null driver lacks, where that is the cause."""
     lacking = names(null_driver().null_missing_names())
     text = " ".join(str(error).split())[:600]

@@ -6,9 +6,10 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from tracer.rehearsal.driver import driver_environment, find_cuda_torch
@@ -20,9 +21,13 @@ from traces.isolated import run_fresh
 from traces.model_spec import DEFAULT_FUNCTION, source_file
 from traces.processes import ending_with_this
 from traces.provenance import ALLOC_CONF
+from traces.records import store
 from traces.records.measurement import ITERATIONS
+from traces.records.trace import Trace
 
 COMMANDS: Final = {"trace": ("-m", "tracer"), "execute": ("-m", "executor"), "python": ()}
+OBJECTS: Final = "objects"
+TRACE: Final = "trace"
 LARGE_BYTES: Final = 1 << 42  # a GPU in which everything fits, to say how much that is
 
 
@@ -144,6 +149,40 @@ def run_on_null_driver(
     """
     driver = driver_environment(find_cuda_torch(), gpu, context_bytes=CONTEXT_BYTES)
     return run_fresh(function, arguments, what=what, environment=environment, overriding=driver)
+
+
+def traced_on_null_driver(
+    request: Mapping[str, Any], objects: Any, gpu: Device, say: Callable[[str], None]
+) -> Trace:
+    """What `tracer.trace` records of a step with `device="cuda"` in a fresh process that finds that GPU, with as much
+    memory as it takes.
+
+    Args:
+        request: arguments of `tracer.trace`, all of them JSON.
+        objects: further ones, by name, that are in hand.
+        say: told what the other process has to say.
+
+    Raises:
+        SpecError: the objects cannot be carried there.
+        EnvironmentProblem: no CUDA build of torch, no C compiler, or the step asks for what the null driver has not.
+        LowtideError: the step could not be recorded.
+    """
+    driver = driver_environment(find_cuda_torch(), replace(gpu, memory_bytes=LARGE_BYTES))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if objects:
+            from tracer.rehearsal.objects import save
+
+            save(objects, folder / OBJECTS)
+        answer = run_fresh(
+            "tracer.api:trace_there",
+            {"folder": name, "request": dict(request)},
+            what=f"rehearsed the step on {gpu.name}",
+            overriding={**driver, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        for line in answer["said"]:
+            say(line)
+        return store.load(folder / TRACE)
 
 
 def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "") -> int:
