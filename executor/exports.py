@@ -1,21 +1,31 @@
 """What a plan comes to in the words of other tools: whole layers, a selective-checkpoint policy.
 
-None of them does what the plan does, so each is counted as it runs itself: the model is checkpointed so, and the
-ordinary loop runs on fake tensors (`tracer.record.untouched`).
+None of them does what the plan does, so each runs itself: the model is checkpointed so, and the ordinary loop measured,
+of a GPU's plan on the null driver.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from pprint import pformat
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from simulator.core.problem import Problem
 from simulator.planners.segments import block_paths
+from tracer.costs.profiles import board_of
+from tracer.measure.untouched import untouched_loop
 from tracer.record.step import recorded_again
+from tracer.rehearsal import run_on_null_driver
+from tracer.step.loop import TrainingStep
+from tracer.step.step import BuildStep, load_spec
+from traces.devices import device as device_entry
 from traces.errors import PlanError
+from traces.files.json_records import from_json, to_json
+from traces.provenance import rehearsing
 from traces.records.plan import Plan
 from traces.units import show_bytes
 
@@ -24,7 +34,7 @@ Saved = Mapping[str, Mapping[str, tuple[int, ...]]]  # block -> op -> which of i
 
 FILE: Final = '''"""Selective activation checkpointing of {model}, made from a plan by `execute export`.
 
-Predicted peak of a step: {peak}; of the model as it is: {untouched}.
+Peak of a step: {peak}; of the model as it is: {untouched}.
 
     from {{this file}} import apply
     apply(model)  # once, before training
@@ -82,22 +92,38 @@ class Exports:
 
 
 def exports(plan: Plan, model: str = "") -> Exports:
-    """Count what each export of a plan needs.
+    """Find out what each export of a plan needs.
 
     Args:
         model: build this instead of what the plan names.
 
     Raises:
-        PlanError: the plan has rewrites; the model has no repeated blocks, is another than the plan's, or its step
-            cannot be counted.
+        PlanError: the plan has rewrites; the model has no repeated blocks, or is another than the plan's.
+        EnvironmentProblem: the plan is for a GPU, and there is no CUDA build of torch.
     """
     if kinds := sorted({r.kind for r in plan.rewrites}):
         raise PlanError(
             f"the plan changes the step itself ({', '.join(kinds)}), which no other tool does; plan with recomputation "
             "alone (`simulate TRACE --budget ... --levers ''`) and export that."
         )
-    draft = recorded_again(plan.meta, model)
-    trace = draft.trace
+    if plan.meta.device != "cuda" or rehearsing():
+        return _exports(plan, model)
+    gpu = device_entry(board_of(plan.meta.target) or plan.meta.target)
+    with TemporaryDirectory() as folder:
+        path = plan.save(Path(folder) / "plan.json")
+        given = {"plan": str(path), "model": model}
+        return from_json(
+            Exports, run_on_null_driver("executor.exports:there", given, gpu, what="exported the plan")
+        )
+
+
+def there(plan: str, model: str) -> dict[str, Any]:
+    """The same of the plan in a file, for a process on the null driver."""
+    return to_json(_exports(Plan.load(Path(plan)), model))
+
+
+def _exports(plan: Plan, model: str) -> Exports:
+    trace = recorded_again(plan.meta, model, plan.meta.device).trace
     if trace.meta.graph_fingerprint != plan.meta.graph_fingerprint:
         raise PlanError("the model's graph is not the plan's; export a plan of this model as it is here.")
     problem = Problem(trace)
@@ -108,22 +134,25 @@ def exports(plan: Plan, model: str = "") -> Exports:
         raise PlanError(
             "the model has no repeated blocks (layers.0, layers.1, ...), which is what exports are of."
         )
-    budget = plan.budget_bytes
+    budget, build = (
+        plan.budget_bytes,
+        load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed),
+    )
 
     def row(kind: str, setting: str, peak: int, note: str = "") -> Export:
         fits = None if budget is None else peak <= budget
         return Export(kind=kind, setting=setting, peak_bytes=peak, within_budget=fits, note=note)
 
-    untouched, _ = _counted(draft, {})
+    untouched, _ = _measured(build, plan.meta.device, {})
     saved = _saved(problem, plan, block)
-    peak, found = _counted(draft, saved)
+    peak, found = _measured(build, plan.meta.device, saved)
     lost = sorted({op for ops in saved.values() for op in ops} - found)
     note = f"eager runs no {', '.join(lost)}, so these are computed again" if lost else ""
     rows = [row("policy", f"{len(saved)} blocks", peak, note)]
     for n in (n for n in EVERY if n <= len(blocks)):
         every: Saved = {path: {} for k, path in enumerate(blocks) if k % n == 0}
         setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(every)}"
-        rows.append(row("layers", setting, _counted(draft, every)[0]))
+        rows.append(row("layers", setting, _measured(build, plan.meta.device, every)[0]))
     policy = FILE.format(
         model=trace.meta.model,
         peak=show_bytes(peak),
@@ -157,11 +186,9 @@ def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
     return {path: {op: tuple(calls) for op, calls in saved[path].items()} for path in partly}
 
 
-def _counted(draft: Any, saved: Saved) -> tuple[int, set[str]]:
+def _measured(build: BuildStep, device: str, saved: Saved) -> tuple[int, set[str]]:
     """The peak of the ordinary loop with these blocks checkpointed as the file does it, and which ops it saves."""
     from torch.utils import checkpoint
-
-    from tracer.record.untouched import count_untouched
 
     found: set[str] = set()
 
@@ -177,16 +204,10 @@ def _counted(draft: Any, saved: Saved) -> tuple[int, set[str]]:
     made: dict[str, Any] = {}
     exec(FILE.format(model="", peak="", untouched="", saved=dict(saved)), made)
     made["create_selective_checkpoint_contexts"] = contexts
-    blocks = [draft.step.model.get_submodule(path) for path in saved]
-    before = [vars(b).get("forward") for b in blocks]
-    made["apply"](draft.step.model)
-    try:
-        peak, _ = count_untouched(draft, draft.costs)
-    finally:
-        for module, own in zip(blocks, before, strict=True):
-            del module.forward
-            if own is not None:
-                module.forward = own
-    if not peak:
-        raise PlanError("what this model needs when it is checkpointed cannot be counted here.")
-    return peak, found
+
+    def applied(device: str) -> TrainingStep:
+        step = build.make(device)
+        made["apply"](step.model)
+        return step
+
+    return untouched_loop(replace(build, make=applied), device)[0], found

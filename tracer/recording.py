@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from tracer.costs.calibration import ELSEWHERE, MEASURED, NONE, RULES, Costs
+from tracer.costs.calibration import APPROXIMATE, MEASURED, NONE, Costs
 from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
 from tracer.costs.profiles import board_of, find, identity_here, identity_wanted
 from tracer.measure.host_copies import host_bytes_per_s
@@ -23,7 +23,6 @@ from tracer.record.one_graph import OneGraph
 from tracer.record.program import Program
 from tracer.record.step import trace_step
 from tracer.record.stretches import may_have_head
-from tracer.record.untouched import count_untouched
 from tracer.step.joined import can_be_joined
 from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep
@@ -34,7 +33,7 @@ from traces.files.whole import check_writable
 from traces.provenance import REHEARSED, provenance_of, rehearsing
 from traces.records import device_profile as store
 from traces.records.device_profile import DeviceProfile, Identity
-from traces.records.trace import Trace, Untouched
+from traces.records.trace import Trace
 
 NAMED: Final = 4  # kinds of ops that a note names
 Say = Callable[[str], None]  # told what happens, a line each time
@@ -59,7 +58,7 @@ class ProfileUse:
 
 
 def record_fake(build: BuildStep, target: Device, use: ProfileUse, say: Say = silent) -> Trace:
-    """`record_drafted` without the draft, and with what the untouched loop needs; and with the loss in the graph."""
+    """`record_drafted` without the draft, and with the loss in the graph."""
     draft, trace = record_drafted(build, target, use, say)
     return joined_with(trace, record_joined(build, draft, use, say))
 
@@ -100,7 +99,7 @@ def record_joined(
         return None
     try:
         if costs is None:
-            made, trace = record_drafted(build.joined, draft.target, use, device=device, untouched=False)
+            made, trace = record_drafted(build.joined, draft.target, use, device=device)
         else:
             made = trace_step(build.joined, draft.target, device=device, costs=costs)
             trace = made.trace
@@ -121,7 +120,6 @@ def record_drafted(
     say: Say = silent,
     *,
     device: str = "cpu",
-    untouched: bool = True,
     program: Callable[[TrainingStep], Program | None] = lambda step: None,
 ) -> tuple[Draft, Trace]:
     """A trace from fake tensors, its ops' costs from the profile of the target if there is one; and its draft.
@@ -129,7 +127,6 @@ def record_drafted(
     Args:
         target: whose costs.
         device: of the fake tensors; anything but "cpu" needs a build of torch for it.
-        untouched: whether to count what the untouched loop needs, which takes a third of the time.
         program: what is known of a step's model already; None: it is captured.
 
     Raises:
@@ -151,12 +148,9 @@ def record_drafted(
         profile, where = _calibrated(draft, target, profile, use, say)
         costs = replace(costs, profile=profile)
     kept = profile.workspaces if profile is not None else ()
-    peak_bytes, requests = count_untouched(draft, costs, say) if untouched else (0, Untouched())
     trace = draft.finish(
         costs,
         kept if {w.op for w in kept} & {row.target for row in draft.rows} else None,
-        requests,
-        untouched_peak_bytes=peak_bytes,
     )
     say(sources_text(trace, where))
     return draft, trace
@@ -165,8 +159,8 @@ def record_drafted(
 def record_shapes(
     builds: Sequence[BuildStep], target: Device, use: ProfileUse, each: Callable[[int, Trace], None]
 ) -> None:
-    """The traces of steps that differ in sizes alone, without what the untouched loop needs: of one captured graph,
-    where that is what capturing each comes to. With the loss in the graph, too, if the largest may have a loss head.
+    """The traces of steps that differ in sizes alone: of one captured graph, where that is what capturing each comes
+    to. With the loss in the graph, too, if the largest may have a loss head.
 
     Args:
         builds: in order of size.
@@ -174,7 +168,7 @@ def record_shapes(
     """
 
     def record(graphs: OneGraph, k: int) -> tuple[Draft, Trace]:
-        draft, trace = record_drafted(graphs.builds[k], target, use, untouched=False, program=graphs.program)
+        draft, trace = record_drafted(graphs.builds[k], target, use, program=graphs.program)
         if draft.program.known is None:
             graphs.captured(draft.step, graphs.builds[k], draft.program)
         return draft, trace
@@ -341,8 +335,8 @@ def sources_text(trace: Trace, where: str) -> str:
     parts = [
         f"{counts.get(MEASURED, 0)} measured",
         *([f"{n} rehearsed"] if (n := counts.get(BY_REHEARSAL, 0)) else []),
-        f"{counts.get(RULES, 0) + counts.get(ELSEWHERE, 0)} by rule",
-        f"{counts.get(NONE, 0)} unknown",
+        f"{counts.get(APPROXIMATE, 0)} approximate, by a few rules",
+        f"{counts.get(NONE, 0)} by what they return alone",
     ]
     text = f"Allocations inside the {sum(counts.values())} computing ops: {', '.join(parts)}"
     return text + (f" (profile {where})." if where else ".")

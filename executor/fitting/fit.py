@@ -86,7 +86,7 @@ def fit(
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock = time.monotonic(), Clock(say)
-    step = record(model, batch, loss, wanted, amp, untouched=True, join=allow != "bit")
+    step = record(model, batch, loss, wanted, amp, join=allow != "bit")
     clock.done(f"captured {len(step.program.ops)} ops")
     for warning in warnings_of(Problem(step.trace)):
         if warning.code == UNTOUCHED_LESS:

@@ -83,7 +83,6 @@ def record(
     wanted: Wanted,
     amp: str | None = None,
     *,
-    untouched: bool = False,
     join: bool = False,
 ) -> Recorded:
     """Record a step on fake tensors of the model's device; the model stays as it is. Model, batch, loss and errors are
@@ -91,7 +90,6 @@ def record(
 
     Args:
         amp: the type of autocast, "" for none; None: that which is on.
-        untouched: whether to count what the untouched loop needs.
         join: whether to look for a loss head across the border between model and loss.
     """
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -105,7 +103,7 @@ def record(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False), own_hooks_off(bare):
-        draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=untouched)
+        draft, trace = record_drafted(step, target, ProfileUse(), device=str(where))
         found = record_joined(step, draft, ProfileUse(), device=str(where)) if join else None
     given = split_batch(bare, to_device(batch, str(where), None), loss)
     recorded = Recorded(

@@ -281,9 +281,10 @@ def test_rates_of_another_kind_are_no_header() -> None:
 
 def test_words_about_sources_and_skips() -> None:
     trace = record_fake(net(2), CPU, ProfileUse(off=True))
-    trace = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "rules": 2, "none": 1}))
+    trace = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "approximate": 2, "none": 1}))
     assert sources_text(trace, "") == (
-        "Allocations inside the 6 computing ops: 3 measured, 2 by rule, 1 unknown."
+        "Allocations inside the 6 computing ops: 3 measured, 2 approximate, by a few rules, "
+        "1 by what they return alone."
     )
     text = skipped_text({"aten.a.b(1)": "no", "aten.a.b(2)": "no", "aten.c.d(1)": "why"})
     assert text == "3 calls could not be run alone (2 x aten.a.b, 1 x aten.c.d); aten.a.b: no"

@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-from tracer.capture.cuda.gpu import gpu_kernels
+from tracer.capture.attention import gpu_attention
 from tracer.capture.looks import looking, refuse_values, settle
 from tracer.capture.passes.batch_norm import put_cudnn
 from tracer.capture.passes.dropout import split_dropout
@@ -227,7 +227,7 @@ def _capture(
             a, kw = pytree.tree_unflatten(full, in_spec)
             with (
                 retied(self._ties),
-                gpu_kernels(target) if on_gpu else contextlib.nullcontext(),
+                gpu_attention() if target is not None else contextlib.nullcontext(),
                 autocast.captured_region(),
                 cached_casts(autocast.kind, (*self.parameters(), *tensors)),
                 looking(model),

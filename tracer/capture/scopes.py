@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.fx import traceback as fx_traceback
 
-from tracer.capture.cuda.recurrent import recurrent_results
 from tracer.capture.refusals import check_statistics
 from tracer.capture.torch_fixes.dropout import idle_dropout
 from tracer.capture.torch_fixes.grouped import true_results
@@ -163,7 +162,6 @@ def library_code() -> Iterator[None]:
         _unpacked_sequences(),
         _causal_masks(),
         trainable_layers(),
-        recurrent_results(),
         whole_kernels(),
         idle_dropout(),
     ):

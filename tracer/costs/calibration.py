@@ -1,7 +1,7 @@
 """What an op costs on the target: its time and what it allocates while it runs.
 
-In this order: what was measured for this very signature; a row of the rules table; nothing, so that the outputs alone
-count.
+In this order: what was measured for this very signature; a rule, which is approximate; nothing, so that the outputs
+alone count.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+from tracer.costs.approximate import approximate_events
 from tracer.costs.roofline import op_time_ns, uses_tf32
 from tracer.costs.rows import OpRow
-from tracer.costs.rules_cpu import onednn
-from tracer.costs.rules_cpu.workspaces import cpu_events
-from tracer.costs.rules_cuda.workspaces import rule_events
 from tracer.torch_api import release
 from traces.devices import Device
 from traces.records.device_profile import DeviceProfile
-from traces.records.trace import CUDNN_DECIDES, VIEW
+from traces.records.trace import VIEW
 
 MEASURED: Final = "measured"
 REHEARSED: Final = "rehearsed"  # torch's own code on a GPU that is not there
-RULES: Final = "rules"
-ELSEWHERE: Final = "rules elsewhere"  # of another kind of processor than the one that they were read from
+APPROXIMATE: Final = "approximate"  # a few rules
 NONE: Final = "none"
 
 
@@ -61,14 +58,10 @@ class Costs:
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
         events = None
         if row.signature is not None:
-            on_cpu = device.kind == "cpu"
-            events = cpu_events(row.signature) if on_cpu else rule_events(row.signature, device, release())
+            events = approximate_events(row.signature, device, release())
         if events is None or not _leaves(events, created_bytes):
             return Cost(time_ns=time_ns, events=(), source=NONE)
-        source = ELSEWHERE if device.kind == "cpu" and onednn.block() != 16 else RULES
-        if device.kind == "cuda" and row.target in CUDNN_DECIDES:
-            source = NONE  # of what cuDNN asks for besides
-        return Cost(time_ns=time_ns, events=events, source=source)
+        return Cost(time_ns=time_ns, events=events, source=APPROXIMATE)
 
 
 def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:

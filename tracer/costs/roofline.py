@@ -3,11 +3,10 @@
 The time is a roofline: an op takes as long as its arithmetic at the device's peak rate or its memory traffic at
 the device's bandwidth, whichever is longer, each reduced by a fixed efficiency, plus one kernel launch.
 
-Counts: matrix products, convolutions and attention by torch's own FLOP formulas, recurrent layers by
-their weights; every byte of the tensors that an op reads and writes, once; one launch an op.
-Ignores: arithmetic of all other ops (their traffic decides); caches; overlap between kernels; how well a shape
-fits the hardware; the kernels that one op may consist of; the causal half of attention (torch's formulas count
-the full square).
+Counts: matrix products, convolutions and attention by torch's own FLOP formulas; every byte of the tensors that an op
+reads and writes, once; one launch an op. Ignores: arithmetic of all other ops (their traffic decides); caches; overlap
+between kernels; how well a shape fits the hardware; the kernels that one op may consist of; the causal half of
+attention (torch's formulas count the full square).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from tracer.cudnn import flops
 from traces.devices import Device
 
 if TYPE_CHECKING:
@@ -51,9 +49,9 @@ def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, *, tf32
 
 
 def uses_tf32(target: str) -> bool:
-    """Whether a float32 op runs on TF32 tensor cores on CUDA by torch's defaults: convolutions and recurrent layers do,
-    matrix products not (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)."""
-    return "convolution" in target or "_cudnn_rnn" in target
+    """True if a float32 op runs on TF32 tensor cores on CUDA by torch's defaults: convolutions, not matrix products
+    (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)."""
+    return "convolution" in target
 
 
 def compute_dtype(inputs: Iterable[torch.Tensor]) -> str:
@@ -92,9 +90,6 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry
 
     formulas = dict(flop_registry)
-    aten = torch.ops.aten
-    formulas[aten._cudnn_rnn] = lambda x, weights, *_, out_val: flops(x, weights)
-    formulas[aten._cudnn_rnn_backward] = lambda x, weights, *_, out_val: 2 * flops(x, weights)
     for name, like in SAME_FORMULA.items():
         if hasattr(torch.ops.aten, name):
             formulas.setdefault(getattr(torch.ops.aten, name), formulas[getattr(torch.ops.aten, like)])

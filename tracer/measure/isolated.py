@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import torch
 
+from tracer.costs.approximate import resolve
 from tracer.costs.profiles import entry_of
 from tracer.costs.signature import DEVICE, Signature, TensorSpec
-from tracer.costs.table import resolve
 from tracer.measure.probes import CudaTimer, Probe, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.record.draft import Draft
 from traces.records.device_profile import DeviceProfile, Entry, Identity, LibraryWorkspace

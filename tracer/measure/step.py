@@ -52,10 +52,10 @@ class Measured:
         """The measurements by the ops' signatures."""
         return profile_of(self.draft.rows, self.costs, identity, rounds, self.workspaces or ())
 
-    def finish(self, draft: Draft, **header: Any) -> Trace:
+    def finish(self, draft: Draft | None = None, **header: Any) -> Trace:
         """The trace of the draft that was measured, or of another, which has costs of its own."""
-        costs = self.costs if draft is self.draft else None
-        return draft.finish(costs, self.workspaces, **self.header, **header)
+        costs = self.costs if draft in (None, self.draft) else None
+        return (draft or self.draft).finish(costs, self.workspaces, **self.header, **header)
 
 
 def measure(

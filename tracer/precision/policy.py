@@ -25,23 +25,17 @@ class Autocast:
 
     dtype: str = ""  # as torch names it; "": autocast is off
     kind: str = "cpu"  # the device type of the tensors that are cast
-    # "cuda": CPU tensors that stand for a GPU's, so CUDA's op lists decide; "": those of `kind`.
-    lists: str = ""
     cache: bool = True
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """The state; without a type only the lists, for a model that enters autocast itself."""
-        with contextlib.ExitStack() as stack:
-            if self.lists:
-                from tracer.precision.autocast_lists import cuda_lists
+        """The state."""
+        if not self.dtype:
+            yield
+            return
+        import torch
 
-                stack.enter_context(cuda_lists())
-            if self.dtype:
-                import torch
-
-                dtype = getattr(torch, self.dtype)
-                stack.enter_context(torch.autocast(self.kind, dtype=dtype, cache_enabled=self.cache))
+        with torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache):
             yield
 
     @contextlib.contextmanager

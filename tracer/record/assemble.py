@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from tracer.capture.looks import Checks
+from tracer.costs.approximate import library_storages, rerun_workspaces
 from tracer.costs.calibration import Costs
-from tracer.costs.libraries import library_storages, rerun_workspaces
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.draft import Draft
@@ -25,7 +25,6 @@ from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from tracer.record.rows import overwritten, storage_key, tensors_in
 from tracer.record.stretches import stretches
-from tracer.step.cuda_words import cuda_words
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.step.release import check_alone, hand, hands_over
@@ -55,7 +54,6 @@ def assemble(
     Raises CaptureError if the loss code or the optimizer fails, or looks at the data of a tensor.
     """
     storages = [replace(s) for s in program.storages]
-    captured = program.captured
     parameters = dict(step.model.named_parameters())
     recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
     stub = _Stub(program, recorder, parameters, step.model)
@@ -70,7 +68,7 @@ def assemble(
                 gradients.update(_gradients(step, recorder))
         recorder.begin(phase)
 
-    with mode, explained(step.name), cuda_words(captured.target), Checks(again=False):
+    with mode, explained(step.name), Checks(again=False):
         first_update = _FirstUpdate(step)
         with recorder, recorder.paused(), first_update:
             run_step(step, stub, step.optimizer, recorder.begin)
@@ -345,7 +343,7 @@ def _arrange(
     on_gpu = meta.device.partition(":")[0] == "cuda"
     meta = replace(
         meta,
-        rerun_workspaces=rerun_workspaces(rows, target, release()) if on_gpu else {},
+        rerun_workspaces=rerun_workspaces(rows, target) if on_gpu else {},
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
         stretches=_stretches(program, graph_id, rows),

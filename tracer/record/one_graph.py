@@ -15,7 +15,6 @@ from tracer.costs.rows import OpRow
 from tracer.record.program import Program, program_of
 from tracer.record.rows import shared_groups, storage_key
 from tracer.record.step import fake_mode
-from tracer.step.cuda_words import cuda_words
 from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
@@ -82,10 +81,10 @@ class OneGraph:
         gpu = single.target
         calls = [layouts_of(step)]
         for other in {0, len(self.builds) // 3, len(self.builds) - 1}:
-            with fake_mode(), cuda_words(gpu):
+            with fake_mode():
                 calls.append(layouts_of(self.builds[other]("cpu", optimizer_as_on=self.target.kind)))
         sizes = symbolic(calls)
-        with fake_mode(sizes.mode), cuda_words(gpu):
+        with fake_mode(sizes.mode):
             again = build("cpu", optimizer_as_on=self.target.kind)
             given = iter(sizes.arguments)
             args, kwargs = pytree.tree_map_only(

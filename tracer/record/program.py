@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from tracer.capture.capture import Captured
-from tracer.capture.cuda.gpu import results
-from tracer.capture.cuda.recurrent import recurrent_results
+from tracer.capture.passes.batch_norm import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.sizes import Known, at, number
-from tracer.capture.torch_fixes.grouped import true_results, whole_histograms
+from tracer.capture.torch_fixes.grouped import true_results
 from tracer.costs.calibration import Cost
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
@@ -144,14 +143,7 @@ def program_of(
     copies = (n.args[0] for n in captured.forward if n.target is aten.copy_.default)
     written = {a for a in copies if a.op == "placeholder"}.union(*map(undeclared_writes, captured.forward))
     touched = {s for w in written for s in run.storage_of.get(w, ())}
-    with (
-        run.mode,
-        torch.no_grad(),
-        without_autocast(),
-        true_results(),
-        whole_histograms(),
-        recurrent_results(),
-    ):
+    with run.mode, torch.no_grad(), without_autocast(), true_results():
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
             for n in group:
                 run.op(n, phase, touched)
@@ -278,7 +270,7 @@ class _Run:
             self.storage_of[n] = ()
             return
         out = _on_fakes(n.target, args, kwargs, self.mode)
-        out = self.env[n] = results(n.target, args, kwargs, out, laptop=self.captured.target is not None)
+        out = self.env[n] = results(n.target, args, out)
         _check_dense(n, out)
         i, before = len(self.rows), len(self.storages)
         outs = []

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from tracer.capture.capture import Captured, capture, forward_once
-from tracer.capture.cuda.recurrent import flatten
 from tracer.capture.refusals import check_step
 from tracer.costs.calibration import Costs
 from tracer.costs.profiles import board_of
@@ -36,7 +35,6 @@ from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
 from tracer.step.batch import hidden_tensors, loss_in_outputs
 from tracer.step.context import copies_of_constants
-from tracer.step.cuda_words import cuda_words
 from tracer.step.loop import Enough, TrainingStep, run_step
 from tracer.step.loop_options import ORDINARY
 from tracer.step.step import BuildStep, load_spec
@@ -145,8 +143,8 @@ def trace_step(
     """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
 
     Args:
-        target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are those
-            that it would run, as far as `tracer.capture.cuda.gpu` knows them.
+        target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are the
+            CPU's, but for attention.
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
         program: what is known of the step's model already; None: it is captured.
 
@@ -158,13 +156,10 @@ def trace_step(
         costs = replace(costs, tf32=build.policy["tf32"])
     as_gpu = device == "cpu" and target.kind == "cuda"
     with fake_mode() as mode:
-        with cuda_words(target if as_gpu else None):
-            # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
-            step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
-            if as_gpu or device.partition(":")[0] == "cuda":
-                flatten(step.model)
-            known = program(step)
-            captured = known.captured if known is not None else capture_step(step, target if as_gpu else None)
+        # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
+        step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
+        known = program(step)
+        captured = known.captured if known is not None else capture_step(step, target if as_gpu else None)
         made = known or program_of(captured)
         kind = target.kind if as_gpu else device.partition(":")[0]
         return assemble(step, made, mode, target, header(step, made, build, kind, target), costs)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tracer.cudnn import definitions
 from tracer.rehearsal.stubs import stub_source, undefined_symbols
 from traces.devices import Device, architecture
 from traces.errors import EnvironmentProblem
@@ -112,7 +111,7 @@ def _commands(cuda_major: int) -> list[list[str]]:
         (MANAGEMENT, ["nvml.c"]),
         (compiler, ["nvrtc.c", "-Wl,--version-script=versions"]),
     )
-    options = ["-shared", "-fPIC", "-w", "-O1", f"-DCUDA_MAJOR={cuda_major}", *definitions()]
+    options = ["-shared", "-fPIC", "-w", "-O1", f"-DCUDA_MAJOR={cuda_major}"]
     return [
         [*options, f"-Wl,-soname,{name}", *words, "-o", f"built/{name}", "-ldl", "-lpthread"]
         for name, words in parts

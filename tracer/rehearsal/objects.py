@@ -55,7 +55,7 @@ class _Pickler(pickle.Pickler):
         if key not in self._storages:
             values = b""
             if value.device.type == "cpu" and 0 < storage.nbytes() <= SMALL_BYTES:
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 values = bytes(whole.numpy())
             self._storages[key] = _Storage(storage.nbytes(), values)
         layout = str(value.dtype), value.storage_offset(), tuple(value.shape), value.stride()
@@ -66,7 +66,7 @@ def _rebuilt(
     kind: type, storage: _Storage, dtype: str, offset: int, shape: Any, stride: Any, requires_grad: bool
 ) -> torch.Tensor:
     x = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
-    x.set_(storage.made(), offset, shape, stride)  # type: ignore[call-overload]
+    x.set_(storage.made(), offset, shape, stride)
     if kind is nn.Parameter:
         return nn.Parameter(x, requires_grad)
     return x.requires_grad_(requires_grad)

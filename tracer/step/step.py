@@ -54,8 +54,7 @@ class BuildStep:
         Args:
             device: where the model and the batch go ("cpu", "cuda").
             optimizer_as_on: "cuda" makes an optimizer that leaves the choice to torch take the path that
-                torch would choose on a GPU (foreach), also when the tensors are on the CPU; and autocast cast what
-                it casts on a GPU.
+                torch would choose on a GPU (foreach), also when the tensors are on the CPU.
 
         Raises:
             SpecError: the spec or what the user's function returned does not make sense.
@@ -145,7 +144,6 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
         # A scaler for "cuda" switches itself off where there is no CUDA; the GPU that the tensors stand for has it.
         away = as_on == "cuda" and dtype == FLOAT16 and scaler._device == "cuda"
         scaler = torch.amp.GradScaler(kind) if away and not torch.cuda.is_available() else None
-    lists = "cuda" if as_on == "cuda" and kind == "cpu" else ""
     loop = loop_of(policy)
     if loop.release_gradients:
         check_release(step.name, step.optimizer, scaler)
@@ -153,7 +151,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
         step = joined(step)
     return replace(
         step,
-        autocast=Autocast(dtype=dtype, kind=kind, lists=lists),
+        autocast=Autocast(dtype=dtype, kind=kind),
         scaler=scaler,
         options={**step.options, **policy},
         loop=loop,

@@ -84,10 +84,19 @@ def meta(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-def dense(x: torch.Tensor) -> torch.Tensor:
-    """A tensor as cuDNN takes it: contiguous, or an image in channels last."""
+def results(target: Any, args: Any, out: Any) -> Any:
+    """The results of an op as cuDNN leaves them, where torch's fake kernels say something else."""
+    if target is aten.cudnn_batch_norm.default and args[5] is True:
+        return meta(args[0], args[1])
+    if target is aten.cudnn_batch_norm_backward.default:  # torch's fake kernel follows the gradient's layout
+        return torch.empty_like(args[0]), *out[1:]
+    return out
+
+
+def lies_dense(x: torch.Tensor) -> bool:
+    """True if a tensor lies as cuDNN takes it: contiguous, or an image in channels last."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-    return x if x.is_contiguous(memory_format=layout) else x.contiguous()
+    return x.is_contiguous() or bool(x.is_contiguous(memory_format=layout))
 
 
 def put_cudnn(graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]]) -> list[tuple[fx.Node, fx.Node]]:
@@ -99,6 +108,7 @@ def put_cudnn(graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]]) -> list
             is returned.
     """
     reserves: dict[fx.Node, fx.Node] = {}
+    dense: dict[fx.Node, fx.Node] = {}  # inputs that were copied, and their copies
     for n in list(graph.nodes):
         if n.target in FORWARD:
             x, weight, bias, *statistics, training, momentum, eps = n.args
@@ -107,6 +117,9 @@ def put_cudnn(graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]]) -> list
             if not training or not takes_cudnn(v, w, b, m, d, eps, enabled=torch.backends.cudnn.enabled):
                 continue
             with graph.inserting_before(n):
+                if not lies_dense(v):  # eager's own code makes it so
+                    dense[x] = _clone(x)
+                    x = dense[x]
                 # Statistics that are no inputs of the graph may have other readers: what is written is a copy.
                 written = [a if a.op == "placeholder" else _clone(a) for a in statistics]
                 args = (x, weight, bias, *(written or (None, None)), True, momentum, eps)
@@ -131,7 +144,7 @@ def put_cudnn(graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]]) -> list
         elif n.target is aten.native_batch_norm_backward.default and n.args[5] in reserves:
             grad, x, weight, _, _, saved_mean, saved_var, _, eps, _ = n.args
             reserve = reserves[saved_mean]
-            args = (x, grad, weight, None, None, saved_mean, saved_var, eps, reserve)
+            args = (dense.get(x, x), grad, weight, None, None, saved_mean, saved_var, eps, reserve)
             with graph.inserting_before(n):
                 cudnn = graph.create_node(
                     "call_function",

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from tracer.capture.torch_fixes.contiguous import contiguous_gradients
-from tracer.torch_api import fake_impls, meta_registrations, replaced
+from tracer.torch_api import meta_registrations, replaced
 
 _ALIGNMENT_BYTES: Final = 16
 
@@ -35,21 +35,6 @@ def true_results() -> Iterator[None]:
 
     with replaced(meta_registrations, _meta_grouped_mm_common=product), contiguous_gradients():
         yield
-
-
-@contextmanager
-def whole_histograms() -> Iterator[None]:
-    """In the body, fake tensors of whole numbers have histograms, as on a GPU: a mixture counts tokens by them."""
-    known, op = fake_impls.op_implementations_dict, torch.ops.aten.histc.default
-
-    def histogram(mode: Any, func: Any, x: torch.Tensor, bins: int = 100, *bounds: float) -> torch.Tensor:
-        return x.new_empty(bins)
-
-    known[op] = histogram
-    try:
-        yield
-    finally:
-        known.pop(op, None)
 
 
 def _result(a: torch.Tensor, b: torch.Tensor, offsets: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -235,8 +235,9 @@ int cudnnSetRNNDataDescriptor(RnnData *r, int type, int layout, int longest, int
   return OK;
 }
 static size_t item(int type) { return type == 1 || type == 6 ? 8 : type == 2 || type == 9 ? 2 : 4; }  // cudnnDataType_t
-// The rule, and its tables by cell, are those of tracer/cudnn.py.
-static const int GATES[] = {RNN_GATES}, RESERVED[] = {RNN_RESERVED};
+// cuDNN alone knows workspace and reserve, and has published neither. Assumed: for backward the gates, the state and, of an
+// LSTM, the cell of each step, layer and direction; while it runs, the gates of one layer. By cell: relu, tanh, LSTM, GRU.
+static const int GATES[] = {1, 1, 4, 3}, RESERVED[] = {2, 2, 6, 4};
 static int gates(const Rnn *r) { return GATES[r->cell]; }
 // The weights of one layer and direction: `gates` matrices for the input, as many for the state, a projection.
 static int64_t columns(const Rnn *r, int layer, int of_state) {

@@ -1,0 +1,191 @@
+"""What is told of ops by a few rules, where no CUDA build of torch is; and a GPU's step as it is captured there."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor.plans import Settings, measure_plan  # noqa: E402
+from executor.training.module import apply_plan  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import build_of, plan_of, step_of  # noqa: E402
+from tracer.costs.approximate import approximate_events, rerun_workspaces  # noqa: E402
+from tracer.costs.signature import of_call  # noqa: E402
+from tracer.record.program import Program, program_of  # noqa: E402
+from tracer.record.step import capture_step, trace_step  # noqa: E402
+from tracer.step.step import load_spec  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.records.trace import WORKSPACE, Trace  # noqa: E402
+
+aten = torch.ops.aten
+MIB = 2**20
+
+
+def told(op: Any, *args: Any, on: str = "h100", release: tuple[int, int] = (2, 13)) -> Any:
+    with torch.device("meta"):
+        out = op(*args)
+    return approximate_events(of_call(op, args, {}, out), device(on), release)
+
+
+def x(*shape: int, dtype: Any = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+Q = (2, 8, 256, 64)  # batch, heads, length, head
+QUERY = 4 * 2 * 8 * 256 * 64
+LOGSUMEXP = 4 * 2 * 8 * 256
+
+
+def efficient(dtype: Any) -> Any:
+    q = [x(*Q, dtype=dtype) for _ in range(4)]
+    sums, seed = x(2, 8, 256), x(dtype=torch.int64)
+    op = aten._scaled_dot_product_efficient_attention_backward.default
+    gradient = x(2, 256, 8, 64, dtype=dtype).transpose(1, 2)  # as the layer behind gives it
+    return told(op, gradient, *q[1:], None, q[0], sums, seed, seed, 0.0, [True, True, True, False])
+
+
+@pytest.mark.parametrize(
+    ("events", "inside"),
+    [
+        # The products of gradient and output, of float32 alone, and their sums.
+        (lambda: efficient(torch.float32), (QUERY, LOGSUMEXP)),
+        (lambda: efficient(torch.float16), (LOGSUMEXP,)),
+        (lambda: told(aten._softmax_backward_data.default, x(8, 64), x(8, 64), -1, torch.float32), (2048,)),
+        (lambda: told(aten.native_layer_norm.default, x(64, 8).t(), [64], None, None, 1e-5), (2048,)),
+        (lambda: told(aten.mm.default, x(8, 8), x(8, 8)), ()),
+        (lambda: told(aten.mm.default, x(8, 8), x(16, 16)[::2, ::2]), (256,)),
+        (lambda: told(aten.mm.default, x(8, 8), x(8, 8), release=(2, 15)), (32 * MIB,)),
+        (lambda: told(aten.sum.default, x(8, 8, dtype=torch.bool)), (512,)),
+        (lambda: told(aten.embedding_dense_backward.default, x(64, 8), x(64, dtype=torch.int64), 100, -1, False), ()),
+        (lambda: told(aten.add.Tensor, x(8, 8), x(8, 8)), ()),
+        (lambda: told(aten.mul.Tensor, x(8, 8), x(8, 8, dtype=torch.bool), on="cpu"), (256,)),
+        (lambda: told(aten.mul.Tensor, x(8, 8), x(8, 8, dtype=torch.bool)), ()),
+    ],
+)  # fmt: skip
+def test_what_an_op_takes_beside_its_results(events: Any, inside: tuple[int, ...]) -> None:
+    found = events()
+    assert tuple(-n for n in found if n < 0)[::-1] == inside
+    assert sum(found) > 0
+
+
+def test_an_embedding_of_many_words_sorts_them_on_cuda_and_no_rule_knows_a_convolution() -> None:
+    words = x(4096, dtype=torch.int64)
+    found = told(aten.embedding_dense_backward.default, x(4096, 8), words, 100, -1, False)
+    assert -8 * 4096 in found
+    image, weight = x(2, 3, 8, 8), x(4, 3, 3, 3)
+    assert (
+        told(aten.convolution.default, image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1) is None
+    )
+    # A view of what is in place makes nothing.
+    y = x(8)
+    assert approximate_events(of_call(aten.add_.Tensor, (y, y), {}, y), device("cpu"), (2, 13)) == ()
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.masked, self.options = options.pop("masked", False), options
+        self.q, self.kv = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).view(2, 100, 4, 16).transpose(1, 2)
+        heads = 2 if self.options.get("enable_gqa") else 4
+        k, v = (self.kv(x).view(2, 100, 4, 16)[:, :, :heads].transpose(1, 2) for _ in range(2))
+        mask = torch.ones(2, 1, 1, 100, dtype=torch.bool) if self.masked else None
+        return functional.scaled_dot_product_attention(q, k, v, mask, **self.options)
+
+
+def program(model: nn.Module, on: str = "h200") -> Program:
+    step = step_of(model, torch.randn(2, 100, 64), lambda y: y.float().sum(), None)
+    return program_of(capture_step(step, device(on) if on != "cpu" else None))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.1, "masked": True}, {"is_causal": True}, {"enable_gqa": True}]
+)
+def test_attention_of_a_gpu_holds_no_scores(options: dict[str, Any]) -> None:
+    rows = [r.target for r in program(Attention(**options)).rows if "attention" in r.target]
+    name = "aten._scaled_dot_product_efficient_attention"
+    assert rows == [f"{name}.default", f"{name}_backward.default"]
+    here = [r.target for r in program(Attention(), "cpu").rows if "attention" in r.target]
+    assert here[0] == "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def workspaces(of: Trace) -> dict[str, int]:
+    sts = of.storages
+    found = zip(sts.name, sts.nbytes, sts.category, strict=True)
+    return {name: n for name, n, c in found if c == WORKSPACE}
+
+
+def test_only_a_step_that_multiplies_matrices_keeps_cublas_s_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tracer.record import assemble
+
+    monkeypatch.setattr(assemble, "release", lambda: (2, 13))
+    mlp = load_spec(small_nets.spec("mlp"))
+    kept = {f"cuBLAS workspace ({thread})": 8_519_680 for thread in ("forward", "backward")}
+    assert workspaces(trace_step(mlp, device("a100-40")).trace) == kept
+    assert workspaces(trace_step(mlp, device("cpu")).trace) == {}
+    draft = trace_step(mlp, device("h200"))
+    assert {*workspaces(draft.trace).values()} == {32 * MIB}
+    assert rerun_workspaces(draft.rows, device("h200")) == {"aten.addmm.default": 0}
+
+    def make() -> Any:
+        model = nn.Conv1d(3, 4, 3)
+        return model, torch.randn(2, 3, 8), lambda y: y.sum(), torch.optim.SGD(model.parameters())
+
+    assert workspaces(trace_step(build_of(make), device("h200")).trace) == {}
+
+
+def test_a_recording_on_a_gpu_has_the_optimizer_that_torch_takes_of_real_parameters() -> None:
+    """Of fake ones torch takes the loop, and the measured step, which takes foreach, would have other ops."""
+    asked: list[tuple[str, str]] = []
+
+    class Build:
+        policy: ClassVar[dict[str, Any]] = {}
+
+        def __call__(self, on: str, *, optimizer_as_on: str = "") -> Any:
+            asked.append((on, optimizer_as_on))
+            raise LookupError
+
+    build: Any = Build()
+    for target, on in (("h200", "cuda"), ("h200", "cuda:1"), ("h200", "cpu"), ("cpu", "cpu")):
+        with pytest.raises(LookupError):
+            trace_step(build, device(target), device=on)
+    assert asked == [("cuda", "cuda"), ("cuda:1", "cuda"), ("cpu", "cuda"), ("cpu", "cpu")]
+
+
+def test_step_counters_of_an_optimizer_stay_on_the_cpu() -> None:
+    build = load_spec(small_nets.spec("residual"))  # AdamW
+    here, there = (trace_step(build, device(name)).trace.storages for name in ("cpu", "h200"))
+    assert (
+        sum(n == 4 and c == "optimizer state" for n, c in zip(here.nbytes, here.category, strict=True)) == 7
+    )
+    assert not [
+        1 for n, c in zip(there.nbytes, there.category, strict=True) if n == 4 and c == "optimizer state"
+    ]
+
+
+def test_the_header_says_what_the_graph_is_for() -> None:
+    build = load_spec(small_nets.spec("residual"))
+    trace = trace_step(build, device("h200")).trace
+    assert (trace.meta.device, trace.meta.target, trace.meta.mode) == ("cuda", "H200", "fake")
+    assert trace_step(build, device("cpu")).trace.meta.graph_fingerprint != trace.meta.graph_fingerprint
+
+
+def test_a_plan_for_a_gpu_is_refused_on_the_cpu(tmp_path: Any) -> None:
+    trace = trace_step(load_spec(small_nets.spec("residual")), device("h200")).trace
+    plan = plan_of(trace)
+    planned = apply_plan(small_nets.Residual(), plan)
+    with pytest.raises(PlanError, match="for the graph that H200 runs"):
+        planned(torch.randn(4, 3, 16, 16))
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    with pytest.raises(PlanError, match="--device cuda, or trace again without --target"):
+        measure_plan(path, Settings(device="cpu"), lambda _: None)

@@ -1,0 +1,197 @@
+"""When an optimizer makes its state, how autograd adds gradients up, and in which order a model's tensors are moved."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.profiler import record_function  # noqa: E402
+
+from executor.measuring import _ITERATION, peaks_of  # noqa: E402
+from simulator.allocator.reserved import reserved_peak  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from tests.torch.steps import build_of  # noqa: E402
+from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.record.step import trace_step  # noqa: E402
+from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
+from tracer.step.loop import run_step  # noqa: E402
+from tracer.step.step import BuildStep  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.records.trace import BACKWARD  # noqa: E402
+
+CPU = device("cpu")
+
+
+def measured_bytes(build: BuildStep, iteration: int = 2) -> int:
+    """The peak of an iteration of the ordinary loop (default: a steady one), by the CPU allocator's own account."""
+    gc.collect()
+    with memory_profiler() as prof:
+        step = build("cpu")
+        for k in range(3):
+            with record_function(f"{_ITERATION} {k}"):
+                run_step(step, step.model, step.optimizer)
+    assert prof.profiler is not None
+    return peaks_of(prof, 3)[0][iteration]
+
+
+class Replacing(torch.optim.Optimizer):
+    """Puts new tensors in the place of the old ones: moments in the state, others that only it knows, parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.own: dict[torch.Tensor, torch.Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            moment = 0.9 * self.state[p].get("m", torch.zeros_like(p)) + 0.1 * p.grad
+            self.own[p] = self.own.get(p, torch.zeros_like(p)) + moment * moment
+            p.data = p.data - 0.1 * moment / (torch.sqrt(self.own[p]) + 1e-8)
+            self.state[p]["m"] = moment
+
+
+def wide_step(optimizer: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Weights of 256 KiB each, and so few activations that the peak is in the optimizer."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    batch = torch.randn(2, 256), torch.randn(2, 256)
+    return model, batch, functional.mse_loss, optimizer(model.parameters())
+
+
+def test_an_optimizer_may_replace_its_state() -> None:
+    """Both are there until the old one is gone; when the step ends, everything is there once, as when it began."""
+    build = build_of(lambda: wide_step(Replacing))
+    trace = trace_step(build, CPU).finish()
+    parameters = 4 * 2 * (256 * 256 + 256)
+    assert trace.resident_bytes == 3 * parameters + 2 * 4 * 2 * 256
+    assert Problem(trace).saved.timeline.peak_allocated_bytes == pytest.approx(measured_bytes(build), abs=128)
+
+
+class OneByOne(torch.optim.Optimizer):
+    """Makes a parameter's state when it comes to it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+            state["v"].mul_(0.9).add_(p.grad * p.grad, alpha=0.1)
+            p.data -= 0.1 * state["m"] / (torch.sqrt(state["v"]) + 1e-8)
+
+
+@pytest.mark.parametrize("optimizer", [OneByOne, torch.optim.Adam])
+def test_the_first_iteration_makes_state_when_the_optimizer_does(optimizer: Any) -> None:
+    build = build_of(lambda: wide_step(optimizer))
+    problem = Problem(trace_step(build, CPU).finish())
+    first = reserved_peak(problem, problem.saved.schedule).iterations[0]
+    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)
+
+
+def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    small, large = [], []
+    for p in parameters:
+        (large if p.dim() > 1 else small).append(p)
+    return torch.optim.Adam([{"params": small}, {"params": large}])
+
+
+def test_the_state_of_a_group_of_parameters_comes_at_once() -> None:
+    """Two weights, of 256 and 64 KiB: the second's state is there already when the first is updated."""
+
+    def made() -> Any:
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+        batch = torch.randn(2, 256), torch.randn(2, 64)
+        return model, batch, functional.mse_loss, in_groups(model.parameters())
+
+    build = build_of(made)
+    problem = Problem(trace_step(build, CPU).finish())
+    first = reserved_peak(problem, problem.saved.schedule).iterations[0]
+    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)
+
+
+def test_state_that_an_optimizer_has_before_its_first_step_is_there_from_the_start() -> None:
+    """The net's peak is in forward, before Adagrad's first step; its state, 288 KiB, it makes with itself."""
+
+    def made() -> Any:
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+        batch = torch.randn(4096, 256), torch.randn(4096, 64)
+        return model, batch, functional.mse_loss, torch.optim.Adagrad(model.parameters())
+
+    build = build_of(made)
+    problem = Problem(trace_step(build, CPU).finish())
+    first = reserved_peak(problem, problem.saved.schedule).iterations[0]
+    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=256)
+
+
+class Sum(nn.Module):
+    """The gradient of its weight is one number, expanded; autograd makes 1,000 of it before it becomes `.grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+def test_a_gradient_that_autograd_copies_is_a_gradient() -> None:
+    build = build_of(lambda: (Sum(), torch.randn(3), lambda y: y.sum(), None))
+    sts = trace_step(build, CPU).finish().storages
+    found = {
+        n: name for n, name, c in zip(sts.nbytes, sts.name, sts.category, strict=True) if c == "gradient"
+    }
+    assert found[4000] == "gradient of weight"
+
+
+def test_autograd_adds_up_in_place_outside_the_planned_model_too() -> None:
+    """Two losses of one output: the second's gradient of it is added to the first's."""
+    x, y = torch.randn(64, 256), torch.randn(64, 256)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, y) + functional.l1_loss(out, y)
+
+    trace = record_fake(build_of(lambda: (nn.Linear(256, 256), x, loss, None)), CPU, ProfileUse(off=True))
+    (k,) = [k for k, op in enumerate(trace.ops.target) if op == "aten.add_.Tensor"]
+    (written,) = trace.ops.writes[k]
+    assert trace.storages.nbytes[written] == 64 * 256 * 4
+    assert trace.ops.phase[trace.storages.producer[written]] == BACKWARD
+
+
+class Own(nn.Module):
+    """A parameter of its own, which `model.to` moves after those of its children, and a buffer between two children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3000))
+        self.first = nn.Linear(1000, 2000, bias=False)
+        self.norm = nn.BatchNorm1d(2000, affine=False)
+        self.second = nn.Linear(2000, 3000, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x))) * self.scale
+
+
+def test_parameters_and_buffers_lie_as_the_model_is_moved() -> None:
+    model, moved = Own(), []
+    model._apply(lambda x: moved.append(x.numel()) or x)  # type: ignore[func-returns-value]
+    build = build_of(lambda: (Own(), torch.randn(4, 1000), lambda y: y.sum(), None))
+    of = record_fake(build, device("h100"), ProfileUse(off=True))
+    assert [of.storages.shape[s] for s in of.meta.moved] == [
+        (2000, 1000), (2000,), (2000,), (), (3000, 2000), (3000,),
+    ]  # fmt: skip
+    assert [math.prod(of.storages.shape[s]) for s in of.meta.moved] == moved
+
+
+def test_a_measured_trace_has_the_peak_of_the_untouched_loop() -> None:
+    build = build_of(lambda: wide_step(torch.optim.Adam))
+    trace = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    assert trace.meta.untouched_peak_bytes == measured_bytes(build)

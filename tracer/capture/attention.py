@@ -1,0 +1,55 @@
+"""Let attention of CPU tensors that stand for a GPU's be captured as the one kernel that every GPU has for it.
+
+A CPU has none for masks with dropout, and would hold all scores. Which of its kernels a GPU takes, torch itself says
+where it was built for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tracer.precision.cast_cache import kernels
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def gpu_attention() -> Iterator[None]:
+    """In the body, scaled_dot_product_attention of CPU tensors is efficient attention."""
+    with kernels("AutogradCPU", {"scaled_dot_product_attention": _attend}):
+        yield
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if query.dim() != 4 or query.dtype is torch.float64:
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    heads = query.shape[1]
+    key, value = (
+        x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value)
+    )
+    mask = attn_mask
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, trains, dropout_p, is_causal, scale=scale
+    )[0]

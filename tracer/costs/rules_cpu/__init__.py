@@ -1,1 +1,0 @@
-"""What ops allocate inside on a CPU, by rules."""

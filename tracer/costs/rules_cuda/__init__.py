@@ -1,1 +1,0 @@
-"""What ops allocate inside on a GPU, by rules."""
