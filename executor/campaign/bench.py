@@ -27,7 +27,7 @@ from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.planning import completed, plan_for
 from simulator.prediction.step import Prediction, predict, untouched_fit
-from simulator.prediction.warnings import STANDING, text, warnings
+from simulator.prediction.warnings import text, warnings
 from traces.devices import devices
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError
 from traces.files.json_records import to_json
@@ -137,7 +137,7 @@ class Forecast:
 def told(judged: Mapping[str, Prediction]) -> tuple[records.Predictions, dict[str, tuple[str, ...]]]:
     """By stage, the figures with the plan, and what `simulate` would say of them, but for what stands beside all of
     their kind."""
-    said = {s: tuple(text(w) for w in warnings(c) if w.code not in STANDING) for s, c in judged.items()}
+    said = {s: tuple(text(w) for w in warnings(c)) for s, c in judged.items()}
     return {s: c.planned_figures for s, c in judged.items()}, said
 
 

@@ -16,19 +16,27 @@ from traces.records.plan import RESERVED, PredictionWarning
 from traces.records.trace import CUDNN_DECIDES, VIEW, Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 
-UNKNOWN, RULES, ELSEWHERE = "none", "rules", "rules elsewhere"  # keys of a trace's `workspace`
+UNKNOWN: Final = "none"  # keys of a trace's `workspace`
+RULES: Final = ("approximate", "rules", "rules elsewhere")  # the last two of older traces
+APPROXIMATE: Final = "approximate"
 FAKE, REHEARSED_MODE = "fake", "rehearsed"  # modes of a trace
 NOTABLE_PERCENT: Final = 2  # an underestimate by more than this is not left without a warning
-UNCONFIRMED: Final = "not confirmed on a GPU"
 UNTOUCHED, UNTOUCHED_LESS = "untouched-needs-more", "untouched-needs-less"
-# The codes of what stands beside every prediction of its kind and so says nothing of this one.
-STANDING: Final = frozenset({"derived-workspaces", "not-confirmed"})
 # Code -> its sentences, each with the figure without which, or the subject for which, it stands ("": always). Bytes are
 # shown by their name, `all_` of it with the peak added, `share_` of it in percent of the peak.
 SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
+    APPROXIMATE: (
+        ("", "Approximate: of {computing:,} computing ops {rules:,} count by a few rules and {number:,} by what they "
+         "return alone, so the real peak may be higher."),
+        ("risk_bytes", "If each convolution, matrix product and attention took as much as its {tensors}, the peak "
+         "would be {all_risk_bytes} ({share_risk_bytes})."),
+        ("cpu", "For the exact answer trace with --device cpu."),
+        ("cuda", "For the exact answer trace where a CUDA build of torch is (pip install torch on Linux; no GPU is "
+         "needed), or with --device cuda on the GPU."),
+    ),
     "unknown-workspaces": (
-        ("", "The inner allocations of {number:,} of {computing:,} computing ops are unknown and count as nothing, so "
-         "the real peak may be higher."),
+        ("", "What libraries ask for inside {number:,} of {computing:,} computing ops is unknown and counts as "
+         "nothing, so the real peak may be higher."),
         ("risk_bytes", "If each convolution, matrix product and attention took as much as its {tensors}, the peak "
          "would be {all_risk_bytes} ({share_risk_bytes})."),
         ("cpu", "To know them, trace with --device cpu."),
@@ -48,17 +56,6 @@ SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
          "steps run; without a plan a GPU runs cuDNN's kernel for them, which keeps other values and buffers of its "
          "own: the untouched loop may need notably more or less than what stands here. To know it, rehearse the loop "
          "(`execute rehearse`)."),
-    ),
-    "derived-workspaces": (
-        ("", "The inner allocations of {rules:,} ops follow from rules; other sizes, machines and versions may differ "
-         "from them."),
-        ("elsewhere", "The rules were read from a processor with AVX-512, and this one has none: they were compared "
-         "with torch's AVX2 kernels in a few networks only, so the real peak may be some percent higher. To know it, "
-         "trace with --device cpu."),
-    ),
-    "not-confirmed": (
-        ("", f"This prediction is {UNCONFIRMED}: the step was not run on one. To confirm it, run `execute --device "
-         "cuda` there, or trace with --device cuda."),
     ),
     "graph-of-a-cpu": (
         ("", "The times are for {subject}, but the graph and its memory are those of a CPU; a GPU takes other kernels, "
@@ -121,13 +118,22 @@ def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
 
 def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     meta, trace, kind = c.trace.meta, c.step.trace, kind_of(c.trace.meta)
-    if unknown := unknown_ops(trace):
+    counts = trace.meta.workspace
+    unknown, rules = unknown_ops(trace), sum(counts.get(name, 0) for name in RULES)
+    if unknown or rules:
         # The trace's own counts: an op that overwrites its argument is known to allocate nothing, and has no events.
-        counts, planned = trace.meta.workspace, c.planned.timeline.peak_allocated_bytes
-        number, computing = counts.get(UNKNOWN, 0) or len(unknown), sum(counts.values())
-        computing = computing or sum(not f & VIEW for f in trace.ops.flags)
-        risk = {"risk_bytes": risk_bytes(trace, c.planned), "peak_bytes": planned}
-        yield "unknown-workspaces", kind, {"number": number, "computing": computing, **risk}
+        told = {
+            "number": counts.get(UNKNOWN, 0) or len(unknown),
+            "computing": sum(counts.values()) or sum(not f & VIEW for f in trace.ops.flags),
+            "risk_bytes": risk_bytes(trace, c.planned),
+            "peak_bytes": c.planned.timeline.peak_allocated_bytes,
+        }
+        approximate = meta.mode == FAKE
+        yield (
+            (APPROXIMATE, kind, {**told, "rules": rules})
+            if approximate
+            else ("unknown-workspaces", kind, told)
+        )
     peak, untouched = c.saved.timeline.peak_allocated_bytes, untouched_peak_bytes(c)
     figures = {"extra_bytes": untouched - peak, "peak_bytes": peak}
     if peak and 100 * (untouched - peak) >= NOTABLE_PERCENT * peak:
@@ -138,12 +144,11 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     names = meta.sketch.get("recurrent")
     if kind == CUDA and isinstance(names, list) and names:
         yield "recurrent", str(names[0]), {"modules": len(names)}
-    elsewhere = meta.workspace.get(ELSEWHERE, 0)
-    if rules := meta.workspace.get(RULES, 0) + elsewhere:
-        yield "derived-workspaces", "", {"rules": rules, "elsewhere": elsewhere}
-    if meta.mode in (FAKE, REHEARSED_MODE) and kind == CUDA:
-        yield "not-confirmed", "", {}
-    elif meta.mode == FAKE and any(d.name == meta.target and d.kind == CUDA for d in devices()):
+    if (
+        meta.mode == FAKE
+        and kind != CUDA
+        and any(d.name == meta.target and d.kind == CUDA for d in devices())
+    ):
         yield "graph-of-a-cpu", meta.target, {}
     yield from _of_the_allocator(c)
 
@@ -174,7 +179,7 @@ def provenance(meta: TraceMeta) -> str:
     if meta.mode != FAKE:
         return f"simulated from ops measured on {place}"
     if kind_of(meta) == CUDA:
-        return f"simulated for {place}, {UNCONFIRMED}"
+        return f"simulated for {place}, {APPROXIMATE}"
     return f"simulated, {'with measured rates of the processor; the step was not' if meta.rates else 'nothing was'} run"
 
 

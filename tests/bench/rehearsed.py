@@ -31,7 +31,7 @@ from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.step import untouched_fit
-from simulator.prediction.warnings import STANDING, warnings
+from simulator.prediction.warnings import warnings
 from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
 from tests.bench.forked import Forked
 from tracer import trace
@@ -92,7 +92,7 @@ def rows_of(
     recorded = trace(model, target=gpu, profile=False, **options)
     problem = Problem(recorded)
     predicted = api.simulate(problem)
-    said = [w.code for w in warnings(predicted) if w.code not in STANDING]
+    said = [w.code for w in warnings(predicted)]
     counted = {"counted": bool(recorded.meta.untouched_peak_bytes), "warnings": said}
     found = forked.rehearse(model, gpu, options)
     yield {**key, "way": UNTOUCHED, **counted, **beside(untouched_fit(predicted).figures(), found)}

@@ -30,8 +30,6 @@ from executor.campaign.tables import answer, summary
 from executor.cli.main import execute
 from executor.measuring import Job, JobResult
 from executor.verification import Verification
-from simulator.core.problem import Problem
-from simulator.prediction.warnings import STANDING, warnings_of
 from tests import tiny
 from traces.errors import (
     BudgetError,
@@ -471,12 +469,6 @@ def test_an_underestimate_without_a_warning_is_told_from_one_with() -> None:
     assert sorted(silent()) == sorted(everywhere)
     assert silent(rules=("unknown",)) == [("eager", "calibrated")]
     assert silent(rules=("unknown",), calibrated=("eager differs",)) == []
-    # What stands beside every prediction from rules, or for a GPU, says nothing of this one.
-    known = replace(CHAIN.meta, workspace={"rules": len(CHAIN.ops)})
-    standing = warnings_of(Problem(replace(CHAIN, meta=known)))
-    gpu = warnings_of(Problem(replace(CHAIN, meta=replace(known, device="cuda", target="H200"))))
-    assert (len(standing), len(gpu)) == (1, 2)
-    assert {w.code for w in (*standing, *gpu)} <= STANDING  # which a campaign leaves out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     peak = (best.plan or best.baseline).peak_reserved_bytes
     assert peak is not None
     assert peak <= memory
-    assert any("not confirmed on a GPU" in text for text in found.warnings)
+    assert any("a CUDA build of torch" in text for text in found.warnings)
 
 
 def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def test_warnings_that_differ_in_figures_alone_are_one() -> None:
     def risky(risk: int) -> tuple[PredictionWarning, ...]:
         figures = {"number": 1, "computing": 1348, "risk_bytes": risk, "peak_bytes": 1000}
         unknown = PredictionWarning(code="unknown-workspaces", subject="cpu", figures=figures)
-        return unknown, PredictionWarning(code="not-confirmed")
+        return unknown, PredictionWarning(code="graph-of-a-cpu", subject="H200")
 
     rows = (
         sweep_row(8, notices=risky(10)),
@@ -362,10 +362,10 @@ def test_warnings_that_differ_in_figures_alone_are_one() -> None:
         sweep_row(2, notices=risky(0)[:1]),  # nothing to be said of its size, so in other words
     )
     many, gpu, few = Sweep(model="m", options={}, target="H200", rows=rows).warnings
-    assert many.startswith("Batch 8, 16 (figures of 16): The inner allocations of 1 of 1,348")
+    assert many.startswith("Batch 8, 16 (figures of 16): What libraries ask for inside 1 of 1,348")
     assert "the peak would be 1020 B (+2.0 %)" in many
-    assert gpu.startswith("Batch 8, 16: This prediction is not confirmed on a GPU")
-    assert few.startswith("Batch 2: The inner allocations of 1 of 1,348")
+    assert gpu.startswith("Batch 8, 16: The times are for H200")
+    assert few.startswith("Batch 2: What libraries ask for inside 1 of 1,348")
     assert "would be" not in few
 
 
