@@ -16,10 +16,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from simulator.allocator.requests import phases_of
 from simulator.core.replay import Replay, by_category
 from simulator.report.page import needed
 from simulator.studies.comparison import Entrant
-from traces.records.trace import BACKWARD, CATEGORIES, OPTIMIZER, PHASES, Trace
+from traces.records.trace import CATEGORIES, PHASES, Trace
 from traces.units import bytes_unit, show_bytes, show_time
 
 COLOURS: Final = {
@@ -41,7 +42,8 @@ WAY_COLOURS: Final = {
     "plan": ("#f0c0b7", "#d9614c"),
     "eager": ("#d6d3d1", "#78716c"),
 }
-BUDGET_COLOUR, BOUND_COLOUR, RESERVED_COLOUR, MEASURED_COLOUR = "#b42318", "#3f4657", "#5b21b6", "#111827"
+BUDGET_COLOUR, BOUND_COLOUR, MEASURED_COLOUR = "#b42318", "#3f4657", "#111827"
+LEVELS: Final = {"budget": (BUDGET_COLOUR, (6, 4)), "reserved": ("#5b21b6", (1, 3))}  # hue and dashes
 PLANNER_COLOUR, QUIET = "#d9614c", "#475467"
 PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
 POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
@@ -90,21 +92,15 @@ def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]
 def _rule(
     field: str, value: float, label: str, channel: Any, hue: str, dash: Sequence[int] = (6, 4)
 ) -> list[Any]:
-    """A dashed line at a value with its name on a white halo: across (`y...` fields) or upright (`x...` fields)."""
+    """A dashed line at a value with its name: across (`y...` fields) or upright (`x...` fields)."""
     base = drawn(f"{field}:Q label:N", [(value, label)])
     across = field.startswith("y")
-    look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11}
+    look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11, "color": hue}
     if not across:
         look |= {"align": "left", "baseline": "top", "dx": 5, "dy": 3}
     end = {"x": needed("altair").value("width")} if across else {"y": needed("altair").value(0)}
     line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(channel)
-    return [line, *_label(base, {**look, "color": hue}, channel, **end)]
-
-
-def _label(base: Any, look: Mapping[str, Any], *at: Any, **more: Any) -> list[Any]:
-    """The field `label` as text on a white halo."""
-    halo = {**look, "color": "white", "stroke": "white", "strokeWidth": 3, "opacity": 0.8}
-    return [base.mark_text(**style).encode(*at, text="label:N", **more) for style in (halo, look)]
+    return [line, base.mark_text(**look).encode(channel, text="label:N", **end)]
 
 
 # Bars
@@ -351,17 +347,15 @@ def memory_over_step(
     run: Replay,
     top_bytes: int,
     end_ns: int,
-    *,
-    budget_bytes: int | None = None,
-    reserved_bytes: int | None = None,
-    measured_curve: Sequence[tuple[int, int]] | None = None,
+    levels: Mapping[str, int | None],
+    measured_curve: Sequence[tuple[int, int]] = (),
     name: str = "plan",
 ) -> dict[str, Any]:
-    """Stacked areas by category over one step, with its phases, its peak, and the budget as a line.
+    """Stacked areas by category over one step, with its phases, its peak, and lines across.
 
     Each step is drawn at the most that is allocated while it runs; charts with equal `top_bytes` and `end_ns` can be
-    compared. `measured_curve`: (time in ns, allocated bytes) of a real run, drawn over the areas. `reserved_bytes`: a
-    dotted line.
+    compared. `levels`: keys of LEVELS, and bytes. `measured_curve`: (ns, allocated bytes) of a real run, drawn over the
+    areas.
     """
     alt = needed("altair")
     unit, unit_name = bytes_unit(top_bytes)
@@ -370,20 +364,19 @@ def memory_over_step(
     scale = alt.Scale(domain=[0, top_bytes / unit * 1.2], nice=False)
     y = alt.Y("y:Q").title(f"allocated, {unit_name}").scale(scale)
     marks = [*_phases(trace, run, x), *_areas(trace, run, x, y, unit, name)]
-    for what, nbytes, hue, dash in (
-        ("budget", budget_bytes, BUDGET_COLOUR, (6, 4)),
-        ("reserved", reserved_bytes, RESERVED_COLOUR, (1, 3)),
-    ):
+    for what, nbytes in levels.items():
         if nbytes is not None:
             text = f"{what} {nbytes / unit:,.2f} {unit_name}"
-            marks += _rule("y", nbytes / unit, text, y, hue, dash)
+            marks += _rule("y", nbytes / unit, text, y, *LEVELS[what])
     if measured_curve:
         at = thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
         curve = drawn("ms:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
         look = {"interpolate": "step-after", "strokeWidth": 1.2, "color": MEASURED_COLOUR, "clip": True}
         marks.append(curve.mark_line(**look).encode(x, y))
     if len(run.schedule):
-        marks += _peak(trace, run, x, y, unit, unit_name)
+        k = run.timeline.peak_step
+        peak = drawn("ms:Q y:Q", [(run.timeline.start_ns[k] / 1e6, run.timeline.peak_bytes[k] / unit)])
+        marks.append(peak.mark_point(filled=True, size=45, color=MEASURED_COLOUR, opacity=1).encode(x, y))
     # With shift held, so that the page still scrolls under the pointer; a double click resets.
     zoom = alt.selection_interval(
         name=f"zoom_{name}", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]"
@@ -437,22 +430,14 @@ def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> l
 
 
 def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
-    """Bands in the background, one a phase, with its name."""
-    alt, schedule, timeline = needed("altair"), run.schedule, run.timeline
-    first: dict[str, int] = {}
-    for step, op in enumerate(schedule.op):
-        # A recompute step belongs to backward, though its op stands in forward.
-        rerun = schedule.recompute[step] and step >= schedule.forward_steps
-        phase = BACKWARD if rerun else trace.ops.phase[op]
-        if phase == BACKWARD:  # the optimizer's steps before it are within it
-            first.pop(OPTIMIZER, None)
-        first.setdefault(phase, step)
-    present = [p for p in PHASES if p in first]
-    rows = []
-    for k, p in enumerate(present):
-        end = first[present[k + 1]] if k + 1 < len(present) else len(schedule)
-        stop_ns = timeline.start_ns[end] if end < len(schedule) else timeline.step_time_ns
-        rows.append((p, timeline.start_ns[first[p]] / 1e6, stop_ns / 1e6))
+    """Bands in the background, one a phase, with its name; the optimizer's begins behind backward's last step."""
+    alt, start_ns = needed("altair"), [*run.timeline.start_ns, run.timeline.step_time_ns]
+    last = {phase: step for step, phase in enumerate(phases_of(trace, run.schedule))}
+    rows, begin = [], 0
+    for phase in (p for p in PHASES if p in last):
+        end = max(begin, last[phase] + 1)
+        rows.append((phase, start_ns[begin] / 1e6, start_ns[end] / 1e6))
+        begin = end
     base = drawn("phase:N ms:Q ms2:Q", rows)
     fill = alt.Fill("phase:N").scale(domain=list(PHASES), range=list(PHASE_COLOURS)).legend(None)
     bands = base.mark_rect(clip=True).encode(x, alt.X2("ms2:Q"), fill=fill)
@@ -464,18 +449,3 @@ def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
         .encode(x, y=alt.value(0), text="phase:N")
     )
     return [bands, names]
-
-
-def _peak(trace: Trace, run: Replay, x: Any, y: Any, unit: int, unit_name: str) -> list[Any]:
-    """A mark at the peak, with its name on a white halo."""
-    timeline = run.timeline
-    k, peak = timeline.peak_step, timeline.peak_allocated_bytes
-    label = f"peak {peak / unit:,.2f} {unit_name} at {trace.ops.name[run.schedule.op[k]]}"
-    base = drawn("ms:Q y:Q label:N", [(timeline.start_ns[k] / 1e6, peak / unit, label)])
-    right = timeline.start_ns[k] > 0.6 * timeline.step_time_ns
-    look = {"align": "right" if right else "left", "dx": -7 if right else 7, "dy": -8, "fontSize": 11}
-    look["fontWeight"] = 600
-    return [
-        base.mark_point(filled=True, size=45, color="#111827", opacity=1).encode(x, y),
-        *_label(base, look, x, y),
-    ]

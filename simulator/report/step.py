@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem
@@ -73,16 +73,18 @@ def provenance(trace: Trace) -> str:
 
 def metadata(trace: Trace) -> Table:
     """What the trace records about itself, and its figures."""
-
-    def words(value: Any) -> str:
-        return (
-            ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, dict) else str(value)
-        )
-
-    header = trace.meta.to_json()
-    told = {k: v for k, v in header.items() if v and isinstance(v, str | int | dict) and k != "sketch"}
-    rows = {k.replace("_", " "): words(v) for k, v in told.items()} | trace.describe()[1]
-    return Table(columns=("", "value"), rows=tuple(rows.items()))
+    told = {
+        k: v
+        for k, v in trace.meta.to_json().items()
+        if v and isinstance(v, str | int | dict) and k != "sketch"
+    }
+    rows = {
+        k.replace("_", " "): ", ".join(f"{n} {x}" for n, x in sorted(v.items()))
+        if isinstance(v, dict)
+        else str(v)
+        for k, v in told.items()
+    }
+    return Table(columns=("", "value"), rows=tuple((rows | trace.describe()[1]).items()))
 
 
 # The headline
@@ -95,7 +97,6 @@ def headline(found: Answer) -> tuple[Block, ...]:
         peaks_table(c, found.asked, caption=PEAKS),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts_beside_untouched(c)),
-        c.table(),
         Table(columns=("", "in words"), rows=tuple(in_words(found))),
     )
 
@@ -142,22 +143,19 @@ def _budget(found: Answer) -> str:
 def _reserved(c: Prediction) -> list[tuple[str, str]]:
     """Reserved memory, with and without the allocator settings that were asked about."""
     fits = (c.saved_fit,) if c.planned_fit is c.saved_fit else (c.saved_fit, c.planned_fit)
-    reserved = [fit.reserved for fit in fits if fit.reserved is not None]
-    if not reserved:
+    last, conf, default = fits[-1].reserved, c.setting.alloc_conf, fits[-1].by_default
+    if last is None:
         return []
-    last, conf = reserved[-1], c.setting.alloc_conf
     share = show_percent(100 * last.fragmentation, digits=1)
     lines = [("reserved", f"fragmentation {share}; {figures_from(c.trace.meta)}")]
-    plain = [fit.by_default for fit in fits if fit.by_default is not None]
-    if plain:
-        peaks, default = (
-            " -> ".join(show_bytes(r.peak_reserved_bytes) for r in of) for of in (reserved, plain)
+    if default is not None:
+        both = ((f.reserved, f.by_default) for f in fits)
+        peaks, plain = (
+            " -> ".join(show_bytes(r and r.peak_reserved_bytes) for r in of) for of in zip(*both, strict=True)
         )
-        least = plain[-1].peak_reserved_bytes
+        least = default.peak_reserved_bytes
         change = show_percent(100 * (last.peak_reserved_bytes - least) / max(1, least), signed=True, digits=1)
-        lines.append(
-            ("", f"{peaks} with {conf or 'no settings'}; without: {default}, so it changes {change}")
-        )
+        lines.append(("", f"{peaks} with {conf or 'no settings'}; without: {plain}, so it changes {change}"))
     elif conf:
         lines.append(("", f"with {conf}, as recorded"))
     if c.plan.ahead_bytes:
@@ -183,16 +181,16 @@ def memory_blocks(
 ) -> tuple[Block, ...]:
     """Two stacked areas with common scales, with everything saved and with the plan."""
     runs = (
-        ("saved", "Everything saved", c.saved, c.saved_fit.reserved),
-        ("plan", "With the plan", c.planned, c.planned_fit.reserved),
+        ("saved", "Everything saved", c.trace, c.saved, c.saved_fit.figures()),
+        ("plan", "With the plan", c.step.trace, c.planned, c.planned_fit.figures()),
     )
-    measured, planned_ns = measured_curve or ((0, 0),), c.planned.timeline.step_time_ns
-    last_ns = measured[-1][0]  # is drawn at the end of the planned step
-    curve = tuple((t * planned_ns // last_ns, b) for t, b in measured) if last_ns > 0 else ()
-    levels = {name: r.peak_reserved_bytes for name, _, _, r in runs if r is not None}
-    peaks = [run.timeline.peak_allocated_bytes for _, _, run, _ in runs]
-    top_bytes = max([1, c.budget_bytes or 0, *levels.values(), *peaks, *(b for _, b in curve)])
-    end_ns = max([1, *(run.timeline.step_time_ns for _, _, run, _ in runs)])
+    curve, planned_ns = measured_curve or (), c.planned.timeline.step_time_ns
+    if curve and curve[-1][0] > 0:  # its end is drawn at the end of the planned step
+        curve = tuple((t * planned_ns // curve[-1][0], b) for t, b in curve)
+    levels = [f.peak_reserved_bytes or 0 for *_, f in runs]
+    peaks = [run.timeline.peak_allocated_bytes for *_, run, _ in runs]
+    top_bytes = max([1, c.budget_bytes or 0, *levels, *peaks, *(b for _, b in curve)])
+    end_ns = max([1, *(run.timeline.step_time_ns for *_, run, _ in runs)])
     text = (
         "Bytes allocated while each op runs, by category. Long timelines are thinned so that the highest and the "
         "lowest point of every stretch stay. Drag to move, hold Shift and turn the wheel to zoom, double-click to "
@@ -203,32 +201,42 @@ def memory_blocks(
             " The black line is what a real step had allocated; the profiler that records it slows the step, so its "
             "clock is scaled to the predicted length."
         )
-    if levels:
+    if any(levels):
         text += " The dotted line is what the caching allocator has reserved once the step has settled."
-    blocks: list[Block] = [Text(text)]
-    for name, title, run, _ in runs:
-        spec = charts.memory_over_step(
-            c.trace if run is c.saved else c.step.trace,
-            run,
-            top_bytes,
-            end_ns,
-            budget_bytes=c.budget_bytes,
-            reserved_bytes=levels.get(name),
-            measured_curve=curve if name == "plan" else None,
-            name=name,
-        )
-        peak = show_bytes(run.timeline.peak_allocated_bytes)
-        blocks.append(Chart(spec, title=f"{title}: peak {peak}"))
-    return tuple(blocks)
+    return (
+        Text(text),
+        *(
+            Chart(
+                charts.memory_over_step(
+                    trace,
+                    run,
+                    top_bytes,
+                    end_ns,
+                    {"budget": c.budget_bytes, "reserved": figures.peak_reserved_bytes},
+                    curve if name == "plan" else (),
+                    name,
+                ),
+                title=f"{title}: peak {show_bytes(run.timeline.peak_allocated_bytes)}{_at(trace, run)}",
+            )
+            for name, title, trace, run, figures in runs
+        ),
+    )
+
+
+def _at(trace: Trace, run: Replay) -> str:
+    """Where the peak is, in words behind it."""
+    at = run.timeline.peak_step
+    if at < 0:
+        return ""
+    again = " again" if run.schedule.recompute[at] else ""
+    return f" while {where(trace, run.schedule.op[at])} runs{again}"
 
 
 def at_peak(c: Prediction) -> tuple[str, Table]:
     """Where the plan's peak is, and what holds it there, by category, beside the peak with everything saved."""
-    trace, at = c.step.trace, c.planned.timeline.peak_step
+    trace = c.step.trace
     before = peak_by_category(c.trace, c.saved.schedule, c.saved.timeline)
     after = peak_by_category(trace, c.planned.schedule, c.planned.timeline)
-    again = " again" if at >= 0 and c.planned.schedule.recompute[at] else ""
-    runs = f", while {where(trace, c.planned.schedule.op[at])} runs{again}" if at >= 0 else ""
     peak = sum(after.values())
     parts = table(
         [category for category in CATEGORIES if before.get(category) or after.get(category)],
@@ -240,7 +248,7 @@ def at_peak(c: Prediction) -> tuple[str, Table]:
         ),
         total=("peak", sum(before.values()), peak, 100.0),
     )
-    return f"At the peak{runs}:", parts
+    return f"At the peak{',' * bool(at := _at(trace, c.planned))}{at}:", parts
 
 
 def peak_blocks(c: Prediction) -> tuple[Block, ...]:
@@ -279,68 +287,51 @@ def holders(trace: Trace, replay: Replay, caption: str = "", most: int = HOLDERS
 # What is recomputed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputation:
+class Recomputation(NamedTuple):
     """One op that a schedule runs again, and what this costs."""
 
     op: int
-    storages: tuple[int, ...]  # what it rebuilds
-    nbytes: int  # of one rebuild, all storages together
+    nbytes: int  # of what it rebuilds, once
     times: int
     time_ns: int  # all runs together
-    link: bool  # True: no storage of its own is evicted; it runs because others need its output
 
 
-def recomputations(trace: Trace, replay: Replay, evicted: Iterable[int]) -> tuple[Recomputation, ...]:
+def recomputations(trace: Trace, replay: Replay) -> tuple[Recomputation, ...]:
     """Every op that runs again and takes time, the costliest first; the times sum to the overhead."""
     schedule, timeline = replay.schedule, replay.timeline
-    chosen = frozenset(evicted)
-    durations: dict[int, list[int]] = {}
-    rebuilt: dict[int, set[int]] = {}
+    steps: dict[int, list[int]] = {}
     for step, (op, again) in enumerate(zip(schedule.op, schedule.recompute, strict=True)):
         if again and (timeline.duration_ns[step] or schedule.binds[step]):
-            durations.setdefault(op, []).append(timeline.duration_ns[step])
-            rebuilt.setdefault(op, set()).update(schedule.binds[step])
-    found = (
-        Recomputation(
-            op=op,
-            storages=tuple(sorted(rebuilt[op])),
-            nbytes=sum(trace.storages.nbytes[s] for s in rebuilt[op]),
-            times=len(spent),
-            time_ns=sum(spent),
-            link=chosen.isdisjoint(rebuilt[op]),
+            steps.setdefault(op, []).append(step)
+
+    def of(op: int) -> Recomputation:
+        rebuilt = {s for step in steps[op] for s in schedule.binds[step]}
+        nbytes = sum(trace.storages.nbytes[s] for s in rebuilt)
+        return Recomputation(
+            op, nbytes, len(steps[op]), sum(timeline.duration_ns[step] for step in steps[op])
         )
-        for op, spent in durations.items()
-    )
-    return tuple(sorted(found, key=lambda r: (-r.time_ns, r.op)))
+
+    return tuple(sorted(map(of, steps), key=lambda r: (-r.time_ns, r.op)))
 
 
 def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
     """What runs again, by op."""
     trace, ops = c.step.trace, c.step.trace.ops
-    found = recomputations(trace, c.planned, c.plan.recomputed)
+    found = recomputations(trace, c.planned)
     if not found:
         return (Text("The plan recomputes nothing."),)
     total_ns = sum(r.time_ns for r in found)
     evicted = sum(trace.storages.nbytes[s] for s in c.plan.recomputed)
-    places = "evicted in forward and recomputed in backward"
-    if any(c.planned.schedule.recompute[: c.planned.schedule.forward_steps]):
-        places = "evicted and recomputed in forward and backward"
-    shown = found[:ROWS]
     return (
         Text(
-            f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are {places}, by {len(found):,} ops that "
-            f"together take {show_time(total_ns)}. A link is an op that runs only because another recomputation needs "
-            "its output."
+            f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are recomputed, by {len(found):,} ops that "
+            f"together take {show_time(total_ns)}; some of these run only because others need their output."
         ),
         table(
-            shown,
+            found[:ROWS],
             (
                 ("op", CODE, lambda r: ops.name[r.op]),
-                ("target", CODE, lambda r: target_text(trace, r.op)),
                 ("module", CODE, lambda r: ops.module[r.op]),
-                ("storages", CODE, lambda r: ", ".join(map(str, r.storages))),
-                ("role", "", lambda r: Cell("link", tone="quiet") if r.link else "recomputed"),
                 ("rebuilt", "bytes", lambda r: r.nbytes),
                 ("runs again", "count", lambda r: r.times),
                 ("time", "time", lambda r: r.time_ns),
@@ -348,7 +339,7 @@ def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
             ),
             total=(
                 f"all {len(found):,} ops",
-                *[""] * 4,
+                "",
                 sum(r.nbytes for r in found),
                 sum(r.times for r in found),
                 total_ns,
@@ -362,16 +353,16 @@ def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
 # Activations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
+class Activation(NamedTuple):
     """One storage that forward makes and backward reads, with everything saved."""
 
     storage: int
     nbytes: int
     producer: int
     idle_ns: int  # from the end of its last forward use (or producer) to the start of its first backward use
-    recompute_ns: int | None  # its own op and the links before it; None: it may not be recomputed
-    links: int  # ops beside its own that would have to run
+    recompute_ns: (
+        int | None
+    )  # its own op and those before it that must run too; None: it may not be recomputed
 
 
 def activations(problem: Problem) -> tuple[Activation, ...]:
@@ -379,31 +370,19 @@ def activations(problem: Problem) -> tuple[Activation, ...]:
 
     Counts: the op times of the trace in its order, with everything saved; for the recompute cost, the
     producing op and each op before it whose output backward does not save. Ignores: that several
-    recomputations can share their links, and that a plan may have evicted what a chain starts from.
+    recomputations can share ops, and that a plan may have evicted what a chain starts from.
     """
-    trace = problem.trace
-    ops, sts = trace.ops, trace.storages
-    begin, now = [], 0
-    for t in ops.time_ns:
-        begin.append(now)
-        now += t
+    ops, sts = problem.trace.ops, problem.trace.storages
+    end = list(accumulate(ops.time_ns))
     costs = Costs(ev := evaluator_of(problem), ev.state())
     candidates = set(problem.candidates)
     out = []
     for s in range(len(sts)):
-        if not problem.saved_by_default[s] or sts.category[s] != ACTIVATION or not sts.nbytes[s]:
-            continue
-        rest = max(sts.last_forward_use[s], sts.producer[s])
-        out.append(
-            Activation(
-                storage=s,
-                nbytes=sts.nbytes[s],
-                producer=sts.producer[s],
-                idle_ns=begin[sts.first_backward_use[s]] - begin[rest] - ops.time_ns[rest],
-                recompute_ns=costs.of(s) if s in candidates else None,
-                links=len(costs.chain(s)) - 1 if s in candidates else 0,
-            )
-        )
+        if problem.saved_by_default[s] and sts.category[s] == ACTIVATION and sts.nbytes[s]:
+            first, rest = sts.first_backward_use[s], max(sts.last_forward_use[s], sts.producer[s])
+            idle_ns = end[first] - ops.time_ns[first] - end[rest]
+            cost_ns = costs.of(s) if s in candidates else None
+            out.append(Activation(s, sts.nbytes[s], sts.producer[s], idle_ns, cost_ns))
     return tuple(sorted(out, key=lambda a: (-a.nbytes, a.storage)))
 
 
@@ -436,7 +415,7 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
         Text(
             f"Forward saves {len(found):,} activations for backward, {show_bytes(whole)} in all. Idle is the time from "
             "the last use in forward to the first use in backward, with everything saved. The recompute cost is that "
-            "of the producing op and of the links before it that backward does not save."
+            "of the producing op and of those before it whose output backward does not save."
         ),
         Chart(charts.idle_against_size(points), title="Idle time and size of each activation"),
         table(
@@ -447,28 +426,16 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
                 ("module", CODE, lambda a: ops.module[a.producer]),
                 ("tensor", "", lambda a: f"{sts.dtype[a.storage]} {shape_text(trace, a.storage)}"),
                 ("size", "bytes", lambda a: a.nbytes),
-                ("forward", NUMBER, lambda a: _uses(sts.first_forward_use, sts.last_forward_use, a.storage)),
-                (
-                    "backward",
-                    NUMBER,
-                    lambda a: _uses(sts.first_backward_use, sts.last_backward_use, a.storage),
-                ),
+                ("last in forward", "count", lambda a: max(sts.last_forward_use[a.storage], a.producer)),
+                ("first in backward", "count", lambda a: sts.first_backward_use[a.storage]),
                 ("idle", "time", lambda a: a.idle_ns),
                 ("recompute", NUMBER, cost),
-                ("links", "count", lambda a: a.links if a.recompute_ns is not None else None),
                 ("action", "", action),
             ),
-            total=("", f"{len(shown):,} of {len(found):,}", "", "", sum(a.nbytes for a in shown), *[""] * 6),
-            caption="The largest activations; forward and backward: the first and last op that uses it",
+            total=("", f"{len(shown):,} of {len(found):,}", "", "", sum(a.nbytes for a in shown), *[""] * 5),
+            caption="The largest activations; forward and backward: the ops between which each is idle",
         ),
     )
-
-
-def _uses(firsts: Sequence[int], lasts: Sequence[int], storage: int) -> Cell:
-    first, last = firsts[storage], lasts[storage]
-    if first < 0:
-        return Cell("–", -1)
-    return Cell(str(first) if first == last else f"{first}–{last}", first)
 
 
 def shape_text(trace: Trace, storage: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from simulator.core.problem import Problem
@@ -11,12 +10,10 @@ from simulator.report.measured import beside
 from simulator.report.page import Block, Chart, Page, Section, Text, paragraphs, warned, write_page
 from simulator.report.step import activation_blocks
 from simulator.show.tables import Table, table
-from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
+from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep
 from traces.errors import LowtideError
-from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
 from traces.records.store import load
-from traces.records.trace import CATEGORIES
 
 WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}
 PEAK, TIME = "peak_allocated_bytes", "step_time_ns"
@@ -47,7 +44,7 @@ def write_sweep(
     sections += [
         Section("Summary", _summary(sweep, where)),
         Section("Peak memory and iteration latency against batch size", _against_batch(sweep, where)),
-        Section("Peak memory breakdown", _breakdown(sweep)),
+        Section("Peak memory breakdown", (_breakdown(sweep),)),
         Section("Computation and memory statistics", (_statistics(sweep),)),
         Section("Static analysis of activations", _activations(sweep, Path(root or Path(path).parent))),
     ]
@@ -69,17 +66,13 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
 
 def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
     """Bars of one of RunFigures' figures, predicted and measured; unknown figures have no bar."""
-
-    def runs(row: SweepRow) -> Iterable[tuple[str, RunFigures, bool]]:
-        yield from (("keep-all", row.baseline, False), ("plan", row.plan, False))
-        yield from ((way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured)
-
-    return [
-        charts.Bar(str(row.batch_size), way, real, value, where if real else "")
-        for row in sweep.rows
-        for way, run, real in runs(row)
-        if (value := run.headline()[figure]) is not None
-    ]
+    bars = []
+    for row in sweep.rows:
+        measured = [(way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured]
+        for way, run, real in (("keep-all", row.baseline, False), ("plan", row.plan, False), *measured):
+            if (value := run.headline()[figure]) is not None:
+                bars.append(charts.Bar(str(row.batch_size), way, real, value, where if real else ""))
+    return bars
 
 
 def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
@@ -107,29 +100,18 @@ def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _breakdown(sweep: Sweep) -> tuple[Block, ...]:
-    parts = [
-        (str(r.batch_size), way, part)
+def _breakdown(sweep: Sweep) -> Chart:
+    parts = {
+        f"{r.batch_size}, {way}": part
         for r in sweep.rows
         for way, part in (("keep-all", r.breakdown_baseline), ("plan", r.breakdown_plan))
         if part
-    ]
-    return (
-        Chart(
-            charts.peak_by_category({f"{group}, {way}": part for group, way, part in parts}),
-            "What is allocated at the predicted peak, without checkpointing (keep-all) and with it (plan), by batch "
-            "size. The parts sum to the peak.",
-        ),
-        table(
-            parts,
-            (
-                ("batch", "", lambda p: p[0]),
-                ("run", "", lambda p: p[1]),
-                *((c, "bytes", lambda p, c=c: p[2].get(c, 0)) for c in CATEGORIES),
-                ("peak", "bytes", lambda p: sum(p[2].values())),
-            ),
-        ),
+    }
+    text = (
+        "What is allocated at the predicted peak, without checkpointing (keep-all) and with it (plan), by batch size. "
+        "The parts sum to the peak."
     )
+    return Chart(charts.peak_by_category(parts), text)
 
 
 def _statistics(sweep: Sweep) -> Table:

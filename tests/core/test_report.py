@@ -240,16 +240,14 @@ def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
 
 
 def test_recomputations_sum_to_the_overhead() -> None:
-    # x3's own op and, where x2 was released too, x2's as a link or as its own.
     trace = tiny.chain(12, size=8, time_ns=10)
     c = predicted(trace, planned(trace, 3, 4, 5, 9), None)
-    found = recomputations(trace, c.planned, c.plan.recomputed)
+    found = recomputations(trace, c.planned)
     assert sum(r.time_ns for r in found) == c.planned.timeline.step_time_ns - c.saved.timeline.step_time_ns
-    assert not any(r.link for r in found)
 
 
-def test_links_are_told_from_evicted_storages() -> None:
-    # a is not read by backward, so rebuilding b runs a's op as a link.
+def test_what_runs_only_for_others_counts() -> None:
+    # a is not read by backward, so rebuilding b runs a's op as well.
     ops = [
         tiny.fwd({"a": 8}, "w", time_ns=3),
         tiny.fwd({"b": 8}, "a", time_ns=5),
@@ -258,11 +256,11 @@ def test_links_are_told_from_evicted_storages() -> None:
     ]
     trace = tiny.trace(ops, {"w": 8})
     (row,) = activations(Problem(trace))
-    assert (row.storage, row.recompute_ns, row.links) == (2, 3 + 5, 1)
+    assert (row.storage, row.recompute_ns) == (2, 3 + 5)
     assert row.idle_ns == 1  # op 2 runs between b's end and op 3
     c = predicted(trace, planned(trace, 2), None)
-    found = recomputations(trace, c.planned, c.plan.recomputed)
-    assert [(r.op, r.link, r.time_ns) for r in found] == [(1, False, 5), (0, True, 3)]
+    found = recomputations(trace, c.planned)
+    assert [(r.op, r.times, r.time_ns, r.nbytes) for r in found] == [(1, 1, 5, 8), (0, 1, 3, 8)]
 
 
 def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
