@@ -229,11 +229,18 @@ def walk(of: Trace, actions: Iterable[Action], facts: Facts | None = None) -> Wa
     return out
 
 
-def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
-    """Peak bytes and ns of a walk, from what lives when and what each op allocates while it runs."""
+@dataclass
+class Bytes:
+    """What a walk allocates and takes."""
+
+    peaks: list[int] = field(default_factory=list)  # while each step runs
+    live: list[int] = field(default_factory=list)  # after it
+    time_ns: int = 0
+
+
+def step_by_step(of: Trace, walked: Walk) -> Bytes:
+    """Bytes and ns of a walk, from what lives when and what each op allocates while it runs."""
     ops, sts = of.ops, of.storages
-    producers = enumerate(sts.producer)
-    resident = sum(sts.nbytes[s] for s, p in producers if p < 0)
     change = [0] * (len(walked.op) + 1)  # bytes that stay alive through a step, as differences
     ending: list[set[int]] = [set() for _ in walked.op]
     for x in walked.instances:
@@ -241,7 +248,8 @@ def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
             change[x.born + 1] += sts.nbytes[x.storage]
             change[x.end + 1] -= sts.nbytes[x.storage]
             ending[x.end].add(x.storage)
-    peak, alive, time_ns = resident, resident, 0
+    out = Bytes()
+    alive = sum(sts.nbytes[s] for s, p in enumerate(sts.producer) if p < 0)
     for k, i in enumerate(walked.op):
         alive += change[k]
         rise = sum(sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i)
@@ -251,16 +259,24 @@ def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
             rise = max(rise, live)
         taken = ops.overwrites[i]
         rise -= sts.nbytes[taken] if taken in ending[k] else 0
-        peak = max(peak, alive + rise)
+        out.peaks.append(alive + rise)
+        out.live.append(alive + change[k + 1])
         if not (walked.again[k] and ops.flags[i] & VIEW):
-            time_ns += ops.time_ns[i]
-    kept = of.meta.rerun_workspaces
+            out.time_ns += ops.time_ns[i]
+    return out
+
+
+def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
+    """Peak bytes and ns of a walk, with what libraries keep because of its reruns."""
+    found, sts = step_by_step(of, walked), of.storages
+    resident = sum(sts.nbytes[s] for s, p in enumerate(sts.producer) if p < 0)
     computed = (
         i
         for k, (i, again) in enumerate(zip(walked.op, walked.again, strict=True))
-        if again and k >= walked.forward_steps and not ops.flags[i] & VIEW
+        if again and k >= walked.forward_steps and not of.ops.flags[i] & VIEW
     )
-    return peak + max((kept.get(ops.target[i], 0) for i in computed), default=0), time_ns
+    kept = max((of.meta.rerun_workspaces.get(of.ops.target[i], 0) for i in computed), default=0)
+    return max([resident, *found.peaks]) + kept, found.time_ns
 
 
 def plans(

@@ -1,4 +1,4 @@
-"""The caching allocator's rules, one by one, with the bytes worked out; then against a model that is searched whole."""
+"""Settings of the caching allocator, and its books, which always balance; programs of torch's judge its rules."""
 
 from __future__ import annotations
 
@@ -14,26 +14,11 @@ from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf, ro
 from tests.streams import StreamAllocator
 from traces.errors import SpecError
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB = 1 << 20
 
 
 def conf(text: str) -> AllocatorSettings:
     return parse_alloc_conf(text)
-
-
-def segments(a: Allocator, action: str = "segment_alloc") -> list[int]:
-    return [e.size_bytes for e in a.segment_events if e.action == action]
-
-
-# Rounding ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("asked", "got"), [(1, 512), (511, 512), (512, 512), (513, 1024), (1025, 1536)])
-def test_requests_round_to_512(asked: int, got: int) -> None:
-    a = Allocator()
-    assert a.malloc(asked).size == got
-    assert a.allocated == got
-    assert a.requested == asked
 
 
 @pytest.mark.parametrize(
@@ -61,29 +46,6 @@ def test_roundup_power2_divisions_by_size() -> None:
     assert round_up(2049 * MIB, c) == 2304 * MIB  # eight steps of 256
 
 
-# Segments ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("asked", "segment"),
-    [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),  # 1 MiB still belongs to the small pool
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),  # from 10 MiB on: multiples of 2 MiB
-        (10 * MIB + 1, 12 * MIB),
-        (11 * MIB, 12 * MIB),
-        (100 * MIB, 100 * MIB),
-    ],
-)
-def test_segment_sizes(asked: int, segment: int) -> None:
-    a = Allocator()
-    a.malloc(asked)
-    assert segments(a) == [segment]
-    assert a.reserved == segment
-
-
 def test_rounding_without_a_split_is_the_large_segment_size_unless_said() -> None:
     # Oversize requests may take a block that is less than max_non_split_rounding larger: 42 + 40 = 82.
     for cached, taken in ((80, True), (84, False)):
@@ -97,154 +59,12 @@ def test_rounding_without_a_split_is_the_large_segment_size_unless_said() -> Non
     assert conf("max_non_split_rounding_mb:20").max_non_split_rounding_bytes == 20 * MIB
 
 
-def test_large_segment_size_is_a_setting() -> None:
-    a = Allocator(conf("large_segment_size_mb:40"))
-    a.malloc(2 * MIB)
-    assert segments(a) == [40 * MIB]
-
-
-# Splitting and merging --------------------------------------------------------------------------------------------
-
-
-def test_a_rest_of_one_mib_stays_with_its_block_in_the_large_pool() -> None:
-    a = Allocator()
-    a.malloc(11 * MIB)  # in 12 MiB: the rest of 1 MiB is not more than 1 MiB
-    assert (a.requested, a.allocated, a.reserved) == (11 * MIB, 12 * MIB, 12 * MIB)
-    a.malloc(11 * MIB - 512)  # in 12 MiB: the rest of 1 MiB + 512 is split off
-    assert a.allocated == 12 * MIB + 11 * MIB - 512
-
-
-def test_the_small_pool_splits_from_512_bytes_on() -> None:
-    a = Allocator()
-    first = a.malloc(MIB)
-    a.malloc(MIB - 512)
-    last = a.malloc(1)  # the last 512 bytes of the segment
-    assert a.reserved == a.allocated == 2 * MIB
-    assert last.address == first.address + 2 * MIB - 512
-
-
-def test_freed_neighbours_merge_on_both_sides() -> None:
-    a = Allocator()
-    one, two, three = (a.malloc(4 * MIB) for _ in range(3))  # of 20 MiB, 8 stay free
-    a.free(one)
-    a.free(three)  # merges with the 8 MiB behind it
-    assert [b.size for b in a.large.blocks()] == [4 * MIB, 12 * MIB]
-    a.free(two)
-    assert [b.size for b in a.large.blocks()] == [20 * MIB]
-    assert (a.allocated, a.reserved) == (0, 20 * MIB)
-
-
-def test_best_fit_and_the_lowest_address_on_ties() -> None:
-    a = Allocator()
-    blocks = [a.malloc(n * MIB) for n in (14, 30, 12, 12, 12)]
-    for k in (0, 1, 4, 2):
-        a.free(blocks[k])
-    # 10.5 MiB fit into 14, 30, 12 (third) and 12 (fifth): 12 is best, and the third lies lower.
-    assert a.malloc(10 * MIB + 512 * KIB).address == blocks[2].address
-    assert a.malloc(13 * MIB).address == blocks[0].address
-
-
-# Other streams ----------------------------------------------------------------------------------------------------
-
-
 def test_freeing_twice_is_a_mistake() -> None:
     a = Allocator()
     block = a.malloc(1)
     a.free(block)
     with pytest.raises(ValueError, match="twice"):
         a.free(block)
-
-
-# max_split_size ---------------------------------------------------------------------------------------------------
-
-
-def test_max_split_size_keeps_large_blocks_whole() -> None:
-    a = Allocator(conf("max_split_size_mb:32"))
-    big = a.malloc(64 * MIB)
-    a.free(big)
-    a.malloc(16 * MIB)  # less than 32: may not touch a block of 32 or more
-    assert segments(a) == [64 * MIB, 16 * MIB]
-    a.malloc(44 * MIB)  # 64 is not less than 44 + 20
-    assert segments(a) == [64 * MIB, 16 * MIB, 44 * MIB]
-    assert a.malloc(45 * MIB).size == 64 * MIB  # 64 < 45 + 20: taken, and never split
-    assert a.allocated == (16 + 44 + 64) * MIB
-
-
-# Running out ------------------------------------------------------------------------------------------------------
-
-
-def test_a_retry_gives_all_cached_segments_back() -> None:
-    a = Allocator(device_memory_bytes=100 * MIB)
-    keep, half = a.malloc(30 * MIB), a.malloc(4 * MIB)  # 30 + 20, of which 16 stay free
-    a.free(a.malloc(40 * MIB))
-    a.free(a.malloc(1))
-    # Reserved 30 + 20 + 40 + 2 = 92. 45 MiB: 40 and 2 go back, the split segment of 20 cannot.
-    a.malloc(45 * MIB)
-    assert segments(a, "segment_free") == [40 * MIB, 2 * MIB]
-    assert a.reserved == (30 + 20 + 46) * MIB
-    assert (a.num_alloc_retries, a.num_ooms) == (1, 0)
-    assert keep.allocated
-    assert half.allocated
-
-
-def test_out_of_memory_changes_nothing_else() -> None:
-    a = Allocator(device_memory_bytes=64 * MIB)
-    a.malloc(40 * MIB)
-    with pytest.raises(OutOfMemory, match="30,000,000 bytes"):
-        a.malloc(30_000_000)
-    assert (a.num_alloc_retries, a.num_ooms) == (1, 1)
-    assert a.malloc(24 * MIB).size == 24 * MIB
-
-
-# Expandable segments ----------------------------------------------------------------------------------------------
-
-
-def test_expandable_segments_grow_by_pages() -> None:
-    a = Allocator(conf("expandable_segments:True"))
-    x = a.malloc(30 * MIB)  # two pages of 20: 10 stay free
-    y = a.malloc(30 * MIB)  # the 10 and one page more: none of it is lost
-    assert segments(a, "segment_map") == [40 * MIB, 20 * MIB]
-    assert y.address == x.address + 30 * MIB
-    assert a.allocated == a.reserved == 60 * MIB
-    a.malloc(512)  # the small pool has a range of its own, with pages of 2 MiB
-    assert segments(a, "segment_map")[-1] == 2 * MIB
-
-
-def test_expandable_segments_split_to_512_bytes() -> None:
-    a = Allocator(conf("expandable_segments:True"))
-    assert a.malloc(11 * MIB).size == 11 * MIB
-    assert a.malloc(8 * MIB).size == 8 * MIB
-    assert [b.size for b in a.large.blocks()] == [MIB]
-    assert a.reserved == 20 * MIB
-
-
-def test_giving_back_unmaps_whole_pages() -> None:
-    a = Allocator(conf("expandable_segments:True"))
-    low, high = a.malloc(30 * MIB), a.malloc(30 * MIB)
-    a.free(high)  # 30..60 is free: only the page 40..60 is whole
-    a.release_cached()
-    assert segments(a, "segment_unmap") == [20 * MIB]
-    assert a.reserved == 40 * MIB
-    again = a.malloc(24 * MIB)  # the 10 left, and one page mapped again
-    assert again.address == high.address
-    assert a.reserved == 60 * MIB
-    a.free(again)
-    a.free(low)
-    a.release_cached()
-    assert a.reserved == 0
-
-
-def test_a_full_device_unmaps_and_tries_again() -> None:
-    a = Allocator(conf("expandable_segments:True"), device_memory_bytes=64 * MIB)
-    a.free(a.malloc(50 * MIB))  # 60 mapped
-    a.malloc(512)  # 62
-    a.malloc(MIB, stream=3)  # 64 and full
-    a.malloc(4 * MIB, stream=3)  # another range: a page of 20 needs 60 unmapped
-    assert a.num_alloc_retries == 1
-    assert a.reserved == (2 + 2 + 20) * MIB
-
-
-# Settings ---------------------------------------------------------------------------------------------------------
 
 
 def test_settings_are_read() -> None:
@@ -283,9 +103,6 @@ def test_settings_are_read() -> None:
 def test_bad_settings_are_refused(text: str) -> None:
     with pytest.raises(SpecError):
         conf(text)
-
-
-# Everything at once -----------------------------------------------------------------------------------------------
 
 
 REQUESTS = st.one_of(

@@ -11,11 +11,9 @@ from simulator.bounds.bound import bound_curve, lower_bound
 from simulator.bounds.components import Corner, Link, Network, Rerun, corners
 from simulator.bounds.instants import TURN, Instants
 from simulator.core.problem import Problem
-from simulator.planners import plan_with
-from tests.exhaust import frontier, optimum
 from tests.synthetic import resnet
 from tests.tiny import Op, bwd, chain, fwd, trace
-from traces.records.trace import EAGER, RANDOM, Trace
+from traces.records.trace import RANDOM, Trace
 
 
 def two_values() -> Trace:
@@ -62,112 +60,6 @@ def test_cheapest_bytes_first_and_a_part_of_one_storage() -> None:
     assert Instants(Problem(two_values())).at(3).added(11) is None
 
 
-def test_a_link_is_made_again_or_saved_whichever_costs_less() -> None:
-    # y is read in backward, x only by y's op. Without y: x again too, 3 + 2 = 5 ns, or x saved: 10 bytes for 3 ns.
-    of = trace(
-        [
-            fwd({"x": 10}, "w", time_ns=2),
-            fwd({"y": 30}, "x", time_ns=3),
-            fwd({"z": 4}, "y", time_ns=1),
-            bwd({"g": 4}, "z"),
-            bwd({}, "g", "y"),
-        ],
-        {"w": 4},
-    )
-    instant = Instants(Problem(of)).at(3)  # w 4, z 4, g 4
-    assert (instant.unavoidable_bytes, instant.most_bytes) == (12, 30)
-    # The hull from (0 ns, 30 bytes) over (3 ns, 10 bytes) to (5 ns, 0 bytes): 3/20 and 2/10 ns per byte.
-    assert instant.steps == ((3, 20), (2, 10))
-
-
-def test_an_op_with_two_outputs_is_paid_once() -> None:
-    of = trace(
-        [
-            fwd({"x": 10, "y": 30}, "w", time_ns=4),
-            fwd({"z": 4}, "y", time_ns=1),
-            bwd({"g": 4}, "z"),
-            bwd({}, "g", "y", "x"),
-        ],
-        {"w": 4},
-    )
-    assert Instants(Problem(of)).at(2).steps == ((4, 40),)
-
-
-def test_what_may_not_run_again_is_kept() -> None:
-    of = trace(
-        [
-            fwd({"r": 16}, "w", time_ns=2, flags=RANDOM),  # a link that is random: y's op needs it saved
-            fwd({"y": 40}, "r", time_ns=3),
-            fwd({"e": 8}, "y", flags=EAGER),
-            bwd({"g": 4}, "e", flags=EAGER),
-            bwd({}, "g", "r", "y"),
-        ],
-        {"w": 4},
-    )
-    # While g is made: w 4, e 8, g 4, and r 16, which backward reads and nothing can make again.
-    instant = Instants(Problem(of)).at(3)
-    assert (instant.unavoidable_bytes, instant.most_bytes, instant.steps) == (32, 40, ((3, 40),))
-
-
-def test_a_storage_that_is_taken_over_counts_only_if_it_survives() -> None:
-    ops = [
-        fwd({"x": 40}, "w", time_ns=5),
-        bwd({"g": 40}, "x", overwrites="x", time_ns=1),
-        bwd({}, "g", time_ns=1),
-    ]
-    # x is last read by op 1, which writes into its memory: 4 + 40 in all.
-    assert Instants(Problem(trace(ops, {"w": 4}))).at(1).unavoidable_bytes == 44
-    # Read once more later, x stays (40 more) or is computed again after op 1.
-    ops.append(bwd({}, "x", time_ns=1))
-    instant = Instants(Problem(trace(ops, {"w": 4}))).at(1)
-    assert (instant.unavoidable_bytes, instant.most_bytes, instant.steps) == (44, 40, ((5, 40),))
-
-
-def test_an_instant_during_backward_can_decide() -> None:
-    # Three buffers of 100 in the loss's backward; the end of forward has one.
-    of = trace(
-        [
-            fwd({"x": 50}, "w", time_ns=9),
-            fwd({"y": 50}, "x", time_ns=9),
-            fwd({"l": 100}, "y", time_ns=1),
-            bwd({"d1": 100}, "l"),
-            bwd({"d2": 100}, "d1", "l"),
-            bwd({"d3": 4}, "d2", "y"),
-            bwd({}, "d3", "x"),
-        ],
-        {"w": 4},
-    )
-    # Op 4: w 4, d1 100, l 100, d2 100 = 304; x and y beside them make 404. Budget 354: 50 too many, 9 ns.
-    # The turn has only w 4, x 50, y 50, l 100 = 204.
-    bound = lower_bound(Problem(of), 354)
-    assert (bound.added_time_ns, bound.op) == (9, 4)
-    assert Instants(Problem(of)).at(TURN).added(354) == (0, 0, 1)
-
-
-def test_an_instant_of_forward_can_decide() -> None:
-    # The peak is in forward: h and i are gone when it ends.
-    of = trace(
-        [
-            fwd({"x": 50}, "w", time_ns=9),
-            fwd({"h": 200}, "w", time_ns=1),
-            fwd({"i": 200}, "h", time_ns=1),
-            fwd({"l": 4}, "i", time_ns=1),
-            bwd({"g": 4}, "l"),
-            bwd({}, "g", "x"),
-        ],
-        {"w": 4},
-    )
-    # Op 2: w 4, h 200, i 200 = 404, and x 50 unless it is computed again: 9 ns. l is made later and free here.
-    bound = lower_bound(Problem(of), 420)
-    assert (bound.added_time_ns, bound.op) == (9 * 34 // 50, 2)
-
-
-def test_a_hold_that_outlasts_the_instant_counts() -> None:
-    ops = [fwd({"x": 8}, "w"), bwd({"g": 40}, "x"), bwd({"k": 8}, "x"), bwd({}, "w")]
-    assert Instants(Problem(trace(ops, {"w": 4}))).at(2).unavoidable_bytes == 4 + 8 + 8
-    assert Instants(Problem(trace(ops, {"w": 4}, {"g": 3}))).at(2).unavoidable_bytes == 4 + 8 + 8 + 40
-
-
 def test_below_the_floor_is_infeasible_with_the_reason() -> None:
     of = chain(4)
     bound = lower_bound(Problem(of), Instants(Problem(of)).floor.peak_bytes - 1)
@@ -177,18 +69,6 @@ def test_below_the_floor_is_infeasible_with_the_reason() -> None:
         lower_bound(Problem(of), Instants(Problem(of)).floor.peak_bytes - 1).to_json()["overhead_percent"]
         is None
     )
-
-
-def test_chain_bound_equals_the_optimum_where_one_instant_says_it_all() -> None:
-    # Five values of 4 bytes, each 1 ns, w 4 resident: one value less at the end of forward costs one op again.
-    of = chain(4)
-    front = frontier(of)
-    assert front is not None
-    top = max(p for p, added in front.items() if added == 0)
-    for below in (0, 4):
-        truth = optimum(front, top - below)
-        assert truth is not None
-        assert lower_bound(Problem(of), top - below).added_time_ns == below // 4 == truth
 
 
 def test_curve_falls_with_the_budget_and_agrees_with_single_bounds() -> None:
@@ -204,16 +84,6 @@ def test_curve_falls_with_the_budget_and_agrees_with_single_bounds() -> None:
         alone = lower_bound(Problem(of), bound.budget_bytes)
         assert alone.feasible or not bound.feasible
         assert alone.added_time_ns <= bound.added_time_ns or not bound.feasible
-
-
-@pytest.mark.parametrize("share", [90, 70, 50, 40])
-def test_bound_stands_close_below_a_planner(share: int) -> None:
-    of = resnet((1, 2, 2, 1))
-    budget = max(Instants(Problem(of)).peaks) * share // 100
-    plan = plan_with("mu-two", Problem(of), budget)
-    bound = lower_bound(Problem(of), budget)
-    assert bound.overhead_percent <= plan.predicted["plan"]["overhead_percent"] + 1e-4  # it is rounded there
-    assert bound.overhead_percent > 0
 
 
 def test_a_bound_as_json_has_what_simulate_prints() -> None:

@@ -274,13 +274,6 @@ def test_the_bound_is_below_every_plan_that_obeys(seed: int) -> None:
             assert bound.added_time_ns <= optimum(front, budget)
 
 
-def test_the_constrained_bound_is_tighter() -> None:
-    of = two_layers()
-    assert lower_bound(Problem(of), 458).added_time_ns == 1
-    assert lower_bound(Problem(of, Constraints(never=("relu",))), 458).added_time_ns == 10
-    assert not lower_bound(Problem(of, Constraints(always_save=("layers.* ::",))), 458).feasible
-
-
 def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: Path) -> None:
     directory = save(two_layers(), tmp_path / "t")
 
@@ -297,13 +290,6 @@ def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: P
     wrong = simulate(directory, "--budget", "458", "--never", "layers.* :: rleu")
     assert wrong.exit_code == 2
     assert "aten.relu.default" in wrong.output
-
-
-def test_constraints_take_candidates_away() -> None:
-    of = two_layers()
-    under = Problem(of, Constraints(never=("relu",)))
-    assert len(under.candidates) < len(Problem(of).candidates)
-    assert under.unconstrained.candidates == Problem(of).candidates
 
 
 def test_a_refusal_under_constraints_says_so() -> None:

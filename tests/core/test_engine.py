@@ -9,11 +9,9 @@ from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem
 from simulator.core.replay import by_category, holdings, peak_by_category, run
 from simulator.core.schedule import build
-from tests import oracle
 from tests.strategies import traces_with_actions
-from tests.tiny import bwd, chain, fwd, opt, trace
-from tests.walked import evaluate
-from traces.records.plan import SAVE, Action
+from tests.tiny import bwd, chain, fwd, trace
+from traces.records.plan import Action
 from traces.records.trace import GRADIENT, OPTIMIZER_STATE, Trace
 
 
@@ -33,35 +31,11 @@ def test_outputs_are_allocated_before_inputs_are_released() -> None:
     assert live(of) == [110, 120, 100]
 
 
-def test_an_output_that_nobody_reads_counts_while_its_op_runs() -> None:
-    of = trace([fwd({"x": 10, "dead": 50}, "w"), bwd({"g": 5}, "x")], {"w": 0})
-    assert peaks(of) == [60, 15]
-    assert live(of) == [10, 0]
-
-
-def test_a_view_adds_nothing_and_keeps_its_base() -> None:
-    of = trace(
-        [fwd({"x": 10}, "w"), fwd({}, "x", view="v"), fwd({"y": 1}, "v"), bwd({"g": 1}, "v")], {"w": 0}
-    )
-    assert peaks(of) == [10, 10, 11, 11]
-
-
 def test_workspace_counts_while_the_op_runs_and_never_below_its_outputs() -> None:
     # 30 of scratch, then the output of 10, then the scratch goes: 40 at most
     of = trace([fwd({"x": 10}, "w", events=(30, 10, -30)), bwd({"g": 4}, "x", events=(4,))], {"w": 0})
     assert peaks(of) == [40, 14]
     assert Problem(of).transient_bytes == (40, 4)
-
-
-def test_an_op_that_takes_over_its_input_allocates_nothing() -> None:
-    of = trace([fwd({"x": 10}, "w"), fwd({"y": 10}, "x", overwrites="x"), bwd({"g": 1}, "y")], {"w": 0})
-    assert peaks(of) == [10, 10, 11]
-
-
-def test_a_hold_counts_until_its_op_has_ended() -> None:
-    ops = [fwd({"x": 10}, "w"), bwd({"g": 7}, "x"), opt({"m": 1}, "w"), opt({"n": 1}, "w")]
-    assert peaks(trace(ops, {"w": 0})) == [10, 17, 1, 1]
-    assert peaks(trace(ops, {"w": 0}, {"g": 2})) == [10, 17, 8, 1]
 
 
 def test_recomputation_is_charged_with_all_that_its_chain_holds() -> None:
@@ -80,26 +54,6 @@ def test_recomputation_is_charged_with_all_that_its_chain_holds() -> None:
     assert peaks(of, *alone) == [20, 30, 40, 30, 40, 40, 40, 50, 40]
     assert Problem(of).replay(both).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 6
     assert Problem(of).replay(alone).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 9
-
-
-def test_a_recompute_step_makes_all_outputs_of_its_op_and_keeps_those_bound() -> None:
-    of = trace([fwd({"s": 10, "t": 70}, "w"), bwd({"g": 1}, "s"), bwd({"h": 1}, "g", "t")], {"w": 0})
-    # s gone after forward, t kept: 70; the op makes both again (150), s stays: 80, g 81
-    assert peaks(of, Action(storage=1)) == [80, 150, 81, 72]
-
-
-def test_a_saved_link_counts_until_its_last_chain_has_run() -> None:
-    of = trace([fwd({"y": 10}, "w"), fwd({"z": 1}, "y"), bwd({"g": 1}, "z"), bwd({"h": 1}, "g")], {"w": 0})
-    assert live(of) == [10, 1, 1, 0]
-    assert live(of, Action(storage=1, recipe=SAVE), Action(storage=2)) == [10, 10, 1, 1, 0]
-
-
-def test_views_run_again_cost_no_time_and_are_not_counted() -> None:
-    ops = [fwd({"x": 4}, "w", time_ns=5), fwd({}, "x", view="v", time_ns=2), bwd({"g": 4}, "v", time_ns=1)]
-    of = trace(ops, {"w": 4})
-    timeline = Problem(of).replay([Action(storage=1)]).timeline
-    assert timeline.step_time_ns == 5 + 2 + 1 + 5
-    assert timeline.recomputed_ops == 1
 
 
 def test_breakdown_names_categories_and_the_workspace_of_the_running_op() -> None:
@@ -146,27 +100,6 @@ def test_the_floor_counts_what_no_plan_can_release() -> None:
     # in forward x is made while y and r are there: 100 + 30 + 50 + 10 = 190
     assert (least.peak_bytes, least.op) == (190, 2)
     assert (least.resident_bytes, least.gradient_bytes, least.working_bytes) == (100, 30, 60)
-
-
-@given(traces_with_actions())
-def test_the_engine_agrees_with_the_oracle(case: tuple[Trace, tuple[Action, ...]]) -> None:
-    of, actions = case
-    schedule = build(Problem(of), actions)
-    timeline = run(Problem(of), schedule)
-    truth = oracle.replay(of, schedule)
-    assert list(timeline.peak_bytes) == truth.peak_bytes
-    assert list(timeline.live_bytes) == truth.live_bytes
-    assert timeline.step_time_ns == truth.time_ns
-
-
-@given(traces_with_actions(rich=False))
-def test_the_fast_evaluation_equals_the_engine(case: tuple[Trace, tuple[Action, ...]]) -> None:
-    of, actions = case
-    timeline = Problem(of).replay(actions).timeline
-    evaluator = Evaluator(Problem(of))
-    result = evaluate(evaluator, evaluator.state(actions))
-    assert result.peak_bytes == timeline.peak_allocated_bytes
-    assert result.time_ns == timeline.step_time_ns
 
 
 @given(traces_with_actions())

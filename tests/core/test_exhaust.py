@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -48,6 +49,10 @@ def test_the_simulator_does_what_a_plan_is_defined_to_do(case: tuple[Trace, tupl
     assert [sorted(b) for b in schedule.binds] == walked.born
     timeline = run(Problem(of), schedule)
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == exhaust.peak_and_time(of, walked)
+    assert schedule.forward_steps == walked.forward_steps
+    bare = run(Problem(replace(of, meta=replace(of.meta, rerun_workspaces={}))), schedule)
+    found = exhaust.step_by_step(of, walked)
+    assert (list(bare.peak_bytes), list(bare.live_bytes)) == (found.peaks, found.live)
 
 
 @settings(max_examples=200)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.bounds.bound import lower_bound
-from simulator.bounds.instants import TURN, Instants
+from simulator.bounds.instants import Instants
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
@@ -242,30 +242,6 @@ def cheap_and_dear() -> Trace:
     )
 
 
-def test_mu_two_takes_what_costs_least_for_its_bytes() -> None:
-    of = cheap_and_dear()
-    assert peak(of) == 311
-    assert names(of, plan_with("mu-two", Problem(of), 300)) == {"cheap"}
-
-
-def test_mu_two_counts_the_whole_chain() -> None:
-    """`low` costs 5 by itself, and 45 more for the link behind it; `plain` costs 20."""
-    of = trace(
-        [
-            fwd({"link": 1}, "w", time_ns=45),
-            fwd({"low": 100}, "link", time_ns=5),
-            fwd({"plain": 100}, "w", time_ns=20),
-            fwd({"top": 100}, "low", "plain"),
-            fwd({"more": 10}, "top"),
-            bwd({"g0": 1}, "more", "top"),
-            bwd({"g1": 1}, "g0", "low"),
-            bwd({"g2": 1}, "g1", "plain"),
-        ],
-        {"w": 0},
-    )
-    assert names(of, plan_with("mu-two", Problem(of), 300)) == {"plain"}
-
-
 def test_mu_two_keeps_again_what_need_not_be_released() -> None:
     """With a budget that one value meets, the greedy's cheaper first choices do not stay in the plan."""
     of = trace(
@@ -374,17 +350,6 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
     assert search.actions(found.state) == []
 
 
-def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
-    of = chain(40, size=100)
-    search = Search(Problem(of), peak(of) * 22 // 100)
-    found = cheapest(search)
-    assert found is not None
-    assert any(found.state.evictions.values())
-    timeline = Problem(of).replay(search.actions(found.state)).timeline
-    result = search.evaluator.cost(found.state)
-    assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == (result[0], found.time_ns)
-
-
 def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     of = chain(60, size=100)
     monkeypatch.setattr("simulator.planners.greedy.MOST_EVALUATIONS", 12)
@@ -394,13 +359,6 @@ def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pyte
     search = Search(Problem(of), peak(of) * 9 // 10)
     search.save_again(search.evaluator.state([Action(storage=s) for s in search.problem.candidates]))
     assert search.evaluations == 6
-
-
-def test_mu_two_meets_any_budget_of_a_long_chain_down_to_a_quarter() -> None:
-    of = chain(60, size=100)
-    for percent in (90, 75, 50, 35, 25):
-        budget_bytes = peak(of) * percent // 100
-        assert peak(of, plan_with("mu-two", Problem(of), budget_bytes)) <= budget_bytes
 
 
 def test_the_paper_releases_at_least_one_value() -> None:
@@ -495,12 +453,6 @@ def test_when_the_time_is_over_the_search_stops_improving() -> None:
     assert not any(search.save_again(state).state.saved[s] for s in search.problem.candidates)
 
 
-def test_limits_refuse_no_planner() -> None:
-    for name in REGISTRY:
-        plan = plan_with(name, Problem(chain(3)), UNLIMITED, Limits(seconds=1, seed=7))
-        assert plan.planner == name
-
-
 @pytest.mark.parametrize(
     ("blocks", "segments", "expected"),
     [
@@ -522,32 +474,6 @@ def test_checkpoint_sequential_takes_the_fastest_number_that_fits() -> None:
     assert plan_with("checkpoint-sequential", Problem(of), UNLIMITED).actions == ()
     assert sequence_of(["a.0.x", "a.0.x", "", "a.1.y", "b"]) == [0, 0, OUTSIDE, 1, OUTSIDE]
     assert sequence_of(["a", "b", "a", ""]) == [0, 1, 0, OUTSIDE]  # no repeated blocks: the modules
-
-
-def test_every_cut_saves_links_and_takes_the_cheapest() -> None:
-    """`low` and `mid` of 100 bytes come from `link` of 10 bytes, dear to run and so cheaper to save."""
-    of = trace(
-        [
-            fwd({"link": 10}, "w", time_ns=500),
-            fwd({"low": 100}, "link", time_ns=5),
-            fwd({"mid": 100}, "link", time_ns=5),
-            fwd({"top": 10}, "low", "mid", time_ns=1),
-            bwd({"g0": 1}, "top"),
-            bwd({"g1": 1}, "g0", "mid"),
-            bwd({"g2": 1}, "g1", "low"),
-        ],
-        {"w": 0},
-    )
-    assert peak(of) == 211  # at g0: low, mid, top and itself; link has gone
-    assert plan_with("tests.bench.baselines.min_cut:plan", Problem(of), 211).actions == ()
-    plan = plan_with("tests.bench.baselines.min_cut:plan", Problem(chain(12, size=100)), 1200)
-    assert 0 < len(plan.actions) < 12
-    problem = Problem(of)
-    cuts = Instants(problem).cuts(TURN)
-    name = of.storages.name
-    kept = [({name[s] for s in c.evicted}, {name[s] for s in c.saved}) for c in cuts]
-    assert ({"low", "mid"}, {"link"}) in kept  # 10 ns and 10 bytes kept, 200 released
-    assert kept[-1][1] == set()  # at a high price even the link goes
 
 
 def test_resnet_152_cuts_are_close_to_the_bound() -> None:

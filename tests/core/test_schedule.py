@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
 
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from tests import oracle
-from tests.strategies import traces_with_actions
-from tests.tiny import bwd, chain, fwd, opt, trace
+from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import PlanError
 from traces.records.plan import SAVE, Action
 from traces.records.trace import COLLECTIVE, EAGER, EFFECT, MUTATES, RANDOM, Trace
@@ -77,12 +74,6 @@ def test_a_shared_value_is_rebuilt_once_for_all() -> None:
     assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc gb ga gw"
 
 
-def test_an_unshared_value_is_rebuilt_for_every_op_that_demands_it() -> None:
-    of = diamond()
-    actions = [Action(storage=named(of, n), retain=False) for n in "abc"]
-    assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc a'[a] b'[b] gb a'[a] ga a'[a] gw"
-
-
 def test_evict_after_ends_a_retained_value_in_between() -> None:
     of = diamond()
     a = Action(storage=named(of, "a"), evict_after=(3,))  # after gc
@@ -112,20 +103,6 @@ def test_a_link_is_rebuilt_on_the_way_and_goes_with_the_op_that_demanded_it() ->
     actions = [Action(storage=named(of, n)) for n in ("z", "out")]
     # z has an action and is shared, so out's chain finds it; y has none and is rebuilt twice
     assert shown(of, *actions) == "x y z out y'[y] z'[z] g1 y'[y] out'[out] g2 g3"
-
-
-def test_a_shared_link_stays_for_the_next_chain() -> None:
-    of = link()
-    actions = [Action(storage=named(of, n)) for n in ("y", "z", "out")]
-    assert shown(of, *actions) == "x y z out y'[y] z'[z] g1 out'[out] g2 g3"
-
-
-def test_a_saved_link_is_kept_from_forward_until_its_last_chain() -> None:
-    of = link()
-    save = Action(storage=named(of, "y"), recipe=SAVE)
-    actions = [save, Action(storage=named(of, "z")), Action(storage=named(of, "out"))]
-    assert shown(of, *actions) == "x y z out z'[z] g1 out'[out] g2 g3"
-    assert "y" in freed(of, *actions)[6]
 
 
 def neighbours() -> Trace:
@@ -225,20 +202,6 @@ def test_an_eviction_in_forward_of_what_the_users_code_reads_is_refused() -> Non
         build(Problem(held), [Action(storage=x, recipe=SAVE, evict_after=(0,))])
 
 
-def test_a_value_that_goes_in_forward_may_be_taken_over_there() -> None:
-    ops = [
-        fwd({"x": 4}, "w"),
-        fwd({"y": 4}, "x", overwrites="x"),
-        bwd({"g": 4}, "y"),
-        bwd({"h": 4}, "g", "x"),
-    ]
-    of = trace(ops, {"w": 4})
-    x = named(of, "x")
-    assert build(Problem(of)).takes == (-1, -1, -1, -1)  # x is saved
-    early = build(Problem(of), [Action(storage=x, recipe=SAVE, evict_after=(1,))])
-    assert early.takes == (-1, x, -1, -1, -1)  # op 1 ends x, which comes back for h alone
-
-
 def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one() -> None:
     of = trace(
         [
@@ -256,63 +219,6 @@ def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one(
     assert shown(of, Action(storage=x, retain=False)) == "x v y x'[x] v' g x'[x] v' h"
 
 
-def test_a_view_of_the_old_instance_is_rebuilt_although_its_base_is_there() -> None:
-    of = trace(
-        [fwd({"x": 4}, "w"), fwd({}, "x", view="v"), bwd({"g": 4}, "x"), bwd({"h": 4}, "g", "v")], {"w": 4}
-    )
-    assert shown(of, Action(storage=1)) == "x v x'[x] g v' h"
-
-
-def several_outputs() -> Trace:
-    """One op makes s and t; backward's first op reads s itself and, through y, t."""
-    return trace(
-        [
-            fwd({"s": 4, "t": 8}, "w", name="pair"),
-            fwd({"y": 4}, "t"),
-            bwd({"g": 4}, "s", "y"),
-            bwd({"h": 4}, "g", "t"),
-        ],
-        {"w": 4},
-    )
-
-
-def test_an_op_from_which_two_values_are_wanted_runs_once() -> None:
-    of = several_outputs()
-    actions = [Action(storage=named(of, n), retain=False) for n in ("s", "t", "y")]
-    assert shown(of, *actions) == "pair y pair'[s,t] y'[y] g pair'[t] h"
-
-
-def test_outputs_that_nobody_wants_are_not_bound() -> None:
-    of = several_outputs()
-    assert shown(of, Action(storage=named(of, "s"))) == "pair y pair'[s] g h"
-    # t is shared and has a later reader: it is bound along with s
-    both = [Action(storage=named(of, n)) for n in ("s", "t")]
-    assert shown(of, *both) == "pair y pair'[s,t] g h"
-
-
-def test_a_shared_output_that_backward_needs_no_more_is_not_bound() -> None:
-    of = trace([fwd({"s": 4, "t": 8}, "w", name="pair"), bwd({"g": 4}, "t"), bwd({"h": 4}, "s")], {"w": 4})
-    both = [Action(storage=s, evict_after=(1,)) for s in (1, 2)]  # after g
-    assert shown(of, *both) == "pair pair'[s,t] g pair'[s] h"
-
-
-def test_a_hold_keeps_a_storage_beyond_its_last_reader() -> None:
-    of = trace(
-        [fwd({"x": 4}, "w"), bwd({"g": 4}, "x"), opt({"n": 4}, "w"), opt({"m": 4}, "w")], {"w": 4}, {"g": 2}
-    )
-    assert freed(of) == [set(), {"x"}, {"g", "n"}, {"m"}]
-
-
-def test_the_memory_of_an_input_is_taken_over_only_at_its_last_use() -> None:
-    ops = [fwd({"x": 4}, "w"), fwd({"y": 4}, "x", overwrites="x"), bwd({"g": 4}, "y")]
-    of = trace(ops, {"w": 4})
-    assert build(Problem(of)).takes == (-1, named(of, "x"), -1)
-    of = trace([*ops, bwd({"h": 4}, "g", "x")], {"w": 4})  # backward needs x: it is kept
-    assert build(Problem(of)).takes == (-1, -1, -1, -1)
-    # released, and rebuilt later: then y may take it over after all
-    assert build(Problem(of), [Action(storage=named(of, "x"))]).takes[1] == named(of, "x")
-
-
 @pytest.mark.parametrize("flag", [RANDOM, MUTATES, COLLECTIVE, EFFECT, EAGER])
 def test_ops_that_may_not_run_twice_make_no_candidates(flag: int) -> None:
     of = trace([fwd({"x": 4}, "w", flags=flag), fwd({"y": 4}, "x"), bwd({"g": 4}, "x", "y")], {"w": 4})
@@ -328,30 +234,12 @@ def test_a_value_that_hangs_on_a_random_one_which_is_not_kept_is_no_candidate() 
         build(Problem(of), [Action(storage=named(of, "y"))])
 
 
-def test_a_value_that_eager_code_reads_in_backward_is_no_candidate() -> None:
-    of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "x", flags=EAGER)], {"w": 4})
-    assert Problem(of).candidates == ()
-
-
-def test_a_value_that_the_optimizer_reads_is_kept() -> None:
-    of = trace([fwd({"x": 4}, "w", flags=RANDOM), bwd({"g": 4}, "w"), opt({"n": 4}, "x")], {"w": 4})
-    assert shown(of) == "x g n"
-    of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "x"), opt({"n": 4}, "x")], {"w": 4})
-    assert Problem(of).candidates == ()
-
-
 def test_a_chain_never_runs_what_may_not_run_twice() -> None:
     of = chain(1)
     problem = Problem(of)
     problem.may_rerun = (False,) * len(of.ops)
     with pytest.raises(PlanError, match="again, which is marked"):
         build(problem, [Action(storage=1)])
-
-
-def test_a_value_held_beyond_forward_is_no_candidate() -> None:
-    ops = [fwd({"x": 4}, "w"), bwd({"g": 4}, "x")]
-    assert Problem(trace(ops, {"w": 4})).candidates
-    assert not Problem(trace(ops, {"w": 4}, {"x": 1})).candidates
 
 
 def without_inputs(of: Trace, op: int) -> Trace:
@@ -404,14 +292,3 @@ def test_impossible_actions(action: Action, message: str) -> None:
 def test_a_storage_may_have_one_action_only() -> None:
     with pytest.raises(PlanError, match="twice"):
         build(Problem(chain(1)), [Action(storage=1), Action(storage=1, retain=False)])
-
-
-@given(traces_with_actions())
-def test_every_schedule_keeps_the_order_and_reads_only_what_is_there(
-    case: tuple[Trace, tuple[Action, ...]],
-) -> None:
-    of, actions = case
-    schedule = build(Problem(of), actions)
-    oracle.check_order(of, schedule)
-    oracle.check_policy(of, schedule, actions)
-    oracle.instances(of, schedule)
