@@ -25,7 +25,7 @@ from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files.json_records import from_json
 from traces.isolated import forking, run_fresh
 from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
-from traces.records.measurement import RunFigures
+from traces.records.measurement import RunFigures, steady
 from traces.records.plan import Plan
 
 EAGER: Final = "eager"
@@ -158,8 +158,7 @@ def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, t
     del prof
     # The profiler's results are millions of objects that Python's garbage collector would walk during the timed steps.
     gc.collect()
-    steady = peaks[min(2, len(peaks) - 1) :]
-    figures = RunFigures(peak_allocated_bytes=max(steady), peaks_bytes=tuple(peaks))
+    figures = RunFigures(peak_allocated_bytes=max(steady(peaks)), peaks_bytes=tuple(peaks))
     return _with_times(figures, ready, job, lambda: None), curve
 
 
@@ -224,8 +223,8 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
     _enough(iterate, job.memory_steps)
     last_reserved = torch.cuda.memory_stats()["reserved_bytes.all.peak"]
     figures = RunFigures(
-        peak_allocated_bytes=max(peaks[min(2, len(peaks) - 1) :]),
-        peak_block_bytes=max(blocks[1:] or blocks),
+        peak_allocated_bytes=max(steady(peaks)),
+        peak_block_bytes=max(steady(blocks)),
         peak_reserved_bytes=last_reserved,
         peaks_bytes=tuple(peaks),
         reserved_bytes=tuple(reserved),

@@ -71,7 +71,7 @@ MEANING = (
     "(points). Too low: the share predicted below what was measured."
 )
 HOW = (
-    "Each variant of a step ran in a process of its own. The peak is the highest of the iterations from the third on, "
+    "Each variant of a step ran in a process of its own. The peak is the highest of the iterations after the first, "
     "by the allocator's own account; the time is the median of the timed iterations after them."
 )
 

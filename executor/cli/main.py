@@ -35,7 +35,7 @@ MEASURING: Final = (
     click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True,
                  help="Training steps that are compared with the untouched model."),
     click.option("--memory-steps", type=click.IntRange(min=1), default=5, show_default=True,
-                 help="Iterations whose peak memory is measured; from the third on they count as steady."),
+                 help="Iterations whose peak memory is measured; after the first they count as steady."),
     click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
                  help="Iterations before the timed ones."),
     click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True,

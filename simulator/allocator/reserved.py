@@ -11,7 +11,7 @@ from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.settings import AllocatorSettings
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
-from traces.records.measurement import ITERATIONS
+from traces.records.measurement import ITERATIONS, steady
 
 PEAKS = ("peak_block_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
@@ -32,7 +32,7 @@ class ReservedFigures:
 
         It may be of an iteration that still asks for new memory: what is too small to be split off counts as allocated.
         """
-        return max(i.peak_block_bytes for i in self.iterations[1:] or self.iterations)
+        return max(i.peak_block_bytes for i in steady(self.iterations))
 
     @property
     def peak_requested_bytes(self) -> int:

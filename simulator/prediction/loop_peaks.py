@@ -13,7 +13,7 @@ from simulator.allocator.reserved import ReservedFigures
 from simulator.core.replay import Replay
 from simulator.prediction.step import Prediction, untaken, untouched_fit, wider_masks
 from simulator.show.tables import Table, table
-from traces.records.measurement import RunFigures
+from traces.records.measurement import RunFigures, steady
 from traces.records.trace import OPTIMIZER, PHASES, Trace
 
 
@@ -31,7 +31,7 @@ class LoopPeaks:
     @property
     def steady(self) -> RunFigures:
         """What the iterations after the first come to, of which one that asks for new memory may have larger blocks."""
-        later = [f.peak_block_bytes or 0 for f in self.iterations[1:] or self.iterations]
+        later = [f.peak_block_bytes or 0 for f in steady(self.iterations)]
         return replace(self.iterations[-1], peak_block_bytes=max(later) or None)
 
     def to_json(self) -> dict[str, Any]:

@@ -159,9 +159,7 @@ def test_the_page_begins_with_the_untouched_loop(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert command(path, "-q", "--report", page).exit_code == 0
     html = page.read_text("utf-8")
-    rows = [
-        html.index(f"<td>{t}</td>") for t in ("untouched", "untouched, first iteration", "everything saved")
-    ]
+    rows = [html.index(f"<td>{t}</td>") for t in ("untouched", "untouched, first iteration", "budget")]
     assert rows == sorted(rows)
     assert "104.00 MiB" in html[rows[1] : rows[2]]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from traces.files.json_records import to_json
 from traces.provenance import REHEARSED
-from traces.records.measurement import ITERATIONS, RunFigures
+from traces.records.measurement import ITERATIONS, RunFigures, steady
 from traces.records.plan import PredictionWarning
 
 # Codes of warnings.
@@ -89,8 +89,8 @@ class Rehearsal:
 
     @property
     def steady(self) -> Peaks:
-        """The highest of the iterations after the first; of the first, if there is no other."""
-        return reduce(or_, (i.peaks for i in self.iterations[1:] or self.iterations))
+        """The highest of the steady iterations."""
+        return reduce(or_, (i.peaks for i in steady(self.iterations)))
 
     @property
     def figures(self) -> RunFigures:

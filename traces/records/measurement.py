@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from traces.errors import TraceError
 from traces.files.json_records import Form, JsonRecord
@@ -13,6 +13,12 @@ from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, REHEARSED
 from traces.records.plan import ALLOCATED
 
 ITERATIONS: Final = 5  # as many are measured, rehearsed and predicted; the last is the one that counts
+T = TypeVar("T")
+
+
+def steady(iterations: Sequence[T]) -> Sequence[T]:
+    """Those in the steady state: all after the first, which makes the optimizer's state; the first if it is alone."""
+    return iterations[1:] or iterations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
