@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, NamedTuple
 
+from traces import errors
 from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem, is_out_of_memory
 from traces.processes import ending_with_this
 
@@ -101,7 +102,8 @@ def run_fresh(
     if "error" in data:
         if data.get("out_of_memory"):
             raise OutOfMemoryProblem(str(data["error"]))
-        error = LowtideError(data["error"])
+        named = getattr(errors, str(data.get("kind", "")), LowtideError)
+        error = named(data["error"])
         error.exit_code = int(data["exit_code"])
         raise error
     return data
@@ -239,7 +241,7 @@ def error_json(error: Exception) -> dict[str, Any] | None:
         told = text if isinstance(error, OutOfMemoryProblem) else f"out of memory: {text}"
         return {"error": told, "exit_code": 2, "out_of_memory": True}
     if isinstance(error, LowtideError):
-        return {"error": str(error), "exit_code": error.exit_code}
+        return {"error": str(error), "exit_code": error.exit_code, "kind": type(error).__name__}
     return None
 
 

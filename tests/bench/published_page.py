@@ -1,4 +1,4 @@
-"""The page of figures that others measured, beside rehearsals and predictions, made of the blocks of every report."""
+"""The page of figures that others measured, beside rehearsals, made of the blocks of every report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulator.report.page import Chart, Page, Section, Text, write_page
 from simulator.show.tables import NUMBER, table
 from traces.provenance import REHEARSED
 
-WAYS = {"rehearsed": "#63a375", "predicted": "#4c78a8"}
+WAYS = {"rehearsed": "#63a375"}
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -49,7 +49,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     subtitle = (
         f"Steps that others measured on GPUs; rehearsed: {REHEARSED}; Lowtide has measured none of them."
     )
-    write_page(path, Page("Measured by others, rehearsed, predicted", subtitle, sections))
+    write_page(path, Page("Measured by others, rehearsed", subtitle, sections))
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Any:
@@ -66,7 +66,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
             ("figure", "", lambda line: line[1]),
             ("measured by others", NUMBER, lambda line: f"{line[0]['measured'][line[1]]:,}"),
             ("rehearsed, off", "+percent", off("rehearsed")),
-            ("predicted, off", "+percent", off("predicted")),
             ("source", "", lambda line: line[0]["source"]),
         ),
     )

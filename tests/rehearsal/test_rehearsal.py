@@ -1,4 +1,4 @@
-"""Training loops on the null driver: `python -m pytest -m rehearsal`, with a CUDA build of torch and no GPU."""
+"""Training loops on the null driver, with a CUDA build of torch and no GPU."""
 
 from __future__ import annotations
 
@@ -180,27 +180,6 @@ def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(t
     found, predicted = rehearse(spec, "h100"), untouched_peaks(api.simulate(trace(spec, target="h100")))
     assert found.steady.requested_bytes == predicted.steady.peak_allocated_bytes
     assert found.figures.peak_reserved_bytes == predicted.steady.peak_reserved_bytes
-
-
-def test_a_recurrent_net_is_captured_on_cuda(tmp_path: Path) -> None:
-    """As cuDNN's op, and with the structure that a laptop's capture for that GPU has."""
-    (tmp_path / "net.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.rnn = nn.GRU(16, 32, 2, batch_first=True, bidirectional=True)\n"
-        "    def forward(self, x):\n"
-        "        return self.rnn(x)[0]\n"
-        "def build():\n"
-        "    net = Net()\n"
-        "    return net, torch.randn(4, 5, 16), lambda y: y.pow(2).mean(), torch.optim.SGD(net.parameters(), 0.1)\n"
-    )
-    words = ("--gpu", "h100", "--", "trace", "net.py:build", "--device", "cuda", "-o", "t", "-q")
-    call(tmp_path, "executor", "rehearse", *words)
-    there, here = api.problem_of(tmp_path / "t").trace, trace(f"{tmp_path / 'net.py'}:build", target="h100")
-    assert there.ops.target.count("aten._cudnn_rnn.default") == 1
-    assert there.meta.structure_fingerprint == here.meta.structure_fingerprint
 
 
 def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import LowtideError, SpecError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
-from traces.records.trace import FIRST, GRADIENT, Trace  # noqa: E402
+from traces.records.trace import GRADIENT, Trace  # noqa: E402
 
 CPU = device("cpu")
 ITERATIONS = 4
@@ -108,10 +108,8 @@ def recorded(build: BuildStep) -> Trace:
 @pytest.mark.parametrize("make", [wide, tall])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_peaks_are_those_that_were_predicted(make: Any, loop: str) -> None:
-    """Of the untouched step as it is counted, of the planned one as it is replayed."""
     build = looped(make, LOOPS[loop])
     found = recorded(build)
-    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
     problem = Problem(found)
     plan = plan_of(found, *recompute_all(problem))
     assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
@@ -182,33 +180,6 @@ def test_what_clips_gradients_takes_lists_of_them(target: str) -> None:
     assert "aten._foreach_norm.Scalar" in found.ops.target
 
 
-def test_requests_of_the_first_and_of_later_iterations(tmp_path: Path) -> None:
-    """Where gradients stay, the first iteration makes them, and later ones add to them."""
-    from traces.records import store
-
-    found = record_fake(looped(wide, {"zero_grad": "keep"}), device("h100"), ProfileUse(off=True))
-    assert {*found.untouched.once} == {1, 2}
-    reserved = untouched_reserved(found)
-    assert reserved.steady
-    assert reserved.peak_requested_bytes == found.meta.untouched_peak_bytes
-    left = dict[int, int]()
-    for block, n, once in zip(
-        found.untouched.block, found.untouched.nbytes, found.untouched.once, strict=True
-    ):
-        if once == FIRST and block != -1:
-            left |= {block: n} if n else {~block: 0}
-    weights = sum(4 * p.numel() for p in Wide().parameters())
-    assert sum(left.values()) == 2 * weights  # gradients and momentum; the loss has gone
-    store.save(found, tmp_path / "t")
-    assert store.load(tmp_path / "t").untouched == found.untouched
-
-
-def untouched_reserved(found: Trace) -> Any:
-    from simulator.prediction.step import untouched_fit
-
-    return untouched_fit(simulate(found)).reserved
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A loop of the user's own
 
@@ -254,7 +225,6 @@ def test_a_loop_of_the_user_s_own_has_the_predicted_peaks(tmp_path: Path) -> Non
     build = own(tmp_path)
     found = recorded(build)
     assert found.meta.loop == "step()"
-    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
     plan = plan_of(found, *recompute_all(Problem(found)))
     assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
 

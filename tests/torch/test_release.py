@@ -129,10 +129,9 @@ SLOW = ("groups", "tied NAdam", "tied AdamW foreach", "tied AdamW fused")
 
 @pytest.mark.parametrize("step", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in STEPS])
 def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> None:
-    """Of the untouched loop, of one that recomputes all that may be, and of a plan of random actions."""
+    """Of a loop that recomputes all that may be, and of a plan of random actions."""
     build = looped(STEPS[step], RELEASE)
     found = recorded(build)
-    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
     for actions in (recompute_all(Problem(found)), random_actions(found, random.Random(1))):
         plan = plan_of(found, *actions)
         predicted = simulate(found, plan).planned.timeline.peak_allocated_bytes

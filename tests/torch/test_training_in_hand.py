@@ -26,17 +26,12 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import executor.training.module as module_module  # noqa: E402
 import tracer.capture.capture as capture_module  # noqa: E402
 import tracer.record.sketch as sketches  # noqa: E402
 from executor import PlannedModule, apply_plan, fit, remove_plan, unplanned  # noqa: E402
-from executor.training.planning import Wanted, record  # noqa: E402
-from simulator import api as simulator  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.prediction.warnings import UNTOUCHED_LESS, warnings_of  # noqa: E402
-from simulator.prediction.warnings import warnings as warnings_beside  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
@@ -809,43 +804,3 @@ def test_threads_train_by_one_plan() -> None:
         parts = list(threads.map(planned, rows(32)[0].chunk(2)))
     torch.cat(parts).sum().backward()
     assert planned.receipt().planned_steps == 2
-
-
-class Checkpointed(nn.Module):
-    """Blocks that the model itself runs again in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-def test_a_model_that_checkpoints_itself_is_told_so_before_it_is_planned() -> None:
-    told: list[str] = []
-    given: dict[str, Any] = {"loss": lambda x: x.sum(), "budget": "80%", "say": told.append, "seconds": 2}
-    model = Checkpointed()
-    fit(model, (torch.randn(256, 32),), **given)
-    warned = [k for k, line in enumerate(told) if "as one does that checkpoints itself" in line]
-    assert len(warned) == 1
-    assert warned[0] < next(k for k, line in enumerate(told) if line.startswith("planned"))
-    trace = record(model, (torch.randn(256, 32),), given["loss"], Wanted(budget="80%"), untouched=True).trace
-    assert "as it is     needs less" in trace.text("checkpointed")
-    whole = simulator.simulate(trace)
-    less = [w for w in warnings_of(whole.problem) if w.code == UNTOUCHED_LESS]
-    extra = trace.meta.untouched_peak_bytes - whole.saved.timeline.peak_allocated_bytes
-    assert [w.figures["extra_bytes"] for w in less] == [extra]
-    in_vain = warnings_beside(simulator.simulate(trace, simulator.plan(trace, "95%")))
-    assert [w.figures["in_vain"] for w in in_vain if w.code == UNTOUCHED_LESS] == [1]
-    told.clear()
-    plain = record(
-        nn.Linear(32, 4), (torch.randn(256, 32),), given["loss"], Wanted(budget="80%"), untouched=True
-    )
-    assert "needs less" not in plain.trace.text("plain")
-    fit(nn.Linear(32, 4), (torch.randn(256, 32),), **{**given, "budget": "100%"})
-    assert not [line for line in told if "warning" in line]
