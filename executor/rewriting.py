@@ -14,7 +14,6 @@ from torch import fx
 from simulator.core.formats import FORMATS
 from simulator.core.rewrites import in_order
 from simulator.core.rewrites import rewritten as rewritten_trace
-from simulator.core.rewrites.fuse import Chain, chains
 from tracer.capture.capture import Captured
 from tracer.record.program import GraphOp, Program, program_of
 from tracer.record.stretches import Found, stretches
@@ -70,11 +69,6 @@ class Changing:
     def trace(self) -> Trace:
         """The original as a trace."""
         return self.program.trace()
-
-    @cached_property
-    def chains(self) -> dict[int, Chain]:
-        """The original's activations in steps, by the storages of their outputs."""
-        return chains(self.trace)
 
     @cached_property
     def stretches(self) -> tuple[Found, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from executor.emit import fuse
 from executor.inverted import ops
 from executor.rewriting import Changing
 from simulator.core.rewrites.invert import pair_of
@@ -20,11 +19,9 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     this graph, or the output is laid out otherwise than it.
     """
     program, graph = changing.program, changing.graph
-    pair = pair_of(changing.trace, rewrite.storage, changing.chains)
+    pair = pair_of(changing.trace, rewrite.storage)
     if isinstance(pair, str):
         raise PlanError(f"the input of {rewrite.op or 'an activation'} cannot be done without here: {pair}.")
-    if pair.fuse is not None:
-        fuse.change(changing, pair.fuse)
     before, after = (program.ops[i].node for i in (pair.forward, pair.backward))
     forward, backward = changing.node[before], changing.node[after]
     if not {forward, backward} <= {*graph.nodes}:

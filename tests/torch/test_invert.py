@@ -32,24 +32,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWar
 
 
 class Net(nn.Module):
-    """Every activation, with outputs that backward reads; the hardswish's, and what is added to a mish, it does not.
-    One works in place, and one is written out in steps."""
+    """Every activation, with outputs that backward reads; what is added to a silu's it does not. One works in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(64)
-        self.wide = nn.ModuleList(nn.Linear(64, 256) for _ in range(7))
-        self.narrow = nn.ModuleList(nn.Linear(256, 64) for _ in range(6))
+        self.wide = nn.ModuleList(nn.Linear(64, 256) for _ in range(5))
+        self.narrow = nn.ModuleList(nn.Linear(256, 64) for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, gate, up, b, c, d, e = self.wide
+        a, gate, up, b, d = self.wide
         x = x + self.narrow[0](functional.gelu(a(self.norm(x))))
         x = x + self.narrow[1](functional.silu(gate(x)) * up(x))
         x = x + self.narrow[2](functional.gelu(b(x), approximate="tanh"))
         x = x + self.narrow[4](functional.silu(d(x), inplace=True))
-        z = e(x)
-        x = x + self.narrow[5](0.5 * z * (1 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z**3))))
-        return self.narrow[3](functional.hardswish(b(x)) + c(x) * functional.mish(c(x))).mean(1)
+        return self.narrow[3](functional.silu(b(x)) + a(x)).mean(1)
 
 
 def net() -> small_nets.Built:
@@ -83,8 +80,8 @@ def test_it_is_offered_where_backward_reads_the_output_too(
         if r.storage in trace.ops.reads[i]
     ]
     found = {t.split(".")[1] for t in readers if "backward" in t}
-    assert found == {"gelu_backward", "silu_backward", "mish_backward"}
-    assert len(rewrites) == 6
+    assert found == {"gelu_backward", "silu_backward"}
+    assert len(rewrites) == 4
     assert sum("clone" in r.op for r in rewrites) == 1
 
 
@@ -100,11 +97,11 @@ def test_it_trains_to_rounding_in_the_predicted_bytes(
     problem = rewritten_problem(Problem(trace), rewrites)
     predicted = problem.saved.timeline.peak_allocated_bytes
     assert predicted < Problem(trace).saved.timeline.peak_allocated_bytes
-    # Each saves its input but for a bit an element; that in steps three values more.
+    # Each saves its input but for a bit an element.
     before, after = (sum(t.storages.nbytes[s] for s in t.saved) for t in (trace, problem.trace))
     whole = 8 * 64 * 256 * 4
     assert {trace.storages.nbytes[r.storage] for r in rewrites} == {whole}
-    assert before - after == 6 * whole * 31 // 32 + 3 * whole
+    assert before - after == 4 * whole * 31 // 32
     assert measurer.steady_peak(plan, tmp_path) == predicted
 
 

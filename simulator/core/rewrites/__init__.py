@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.core.rewrites import fuse, invert, offload, pack, tile
+from simulator.core.rewrites import invert, offload, pack, tile
 from simulator.core.rewrites.edit import Editing
 from traces.errors import PlanError
 from traces.records.plan import EXACT, EXACTNESS, Rewrite
@@ -24,7 +24,7 @@ from traces.records.validate import validate
 
 _EXACT_PACKS = {name: lever for name, lever in pack.LEVERS.items() if lever.EXACTNESS == EXACT}
 # What planners take by themselves; and with what must be named.
-KINDS: Final[dict[str, Any]] = {"tile": tile, "fuse": fuse} | _EXACT_PACKS
+KINDS: Final[dict[str, Any]] = {"tile": tile} | _EXACT_PACKS
 LEVERS: Final[dict[str, Any]] = KINDS | {"invert": invert} | pack.LEVERS | {"offload": offload}
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from traces.records.trace import FORWARD, Trace
 
-NAMES: Final = ("gelu", "silu", "mish", "hardswish")
+NAMES: Final = ("gelu", "silu")
 _TARGETS: Final = {f"aten.{name}.default": f"aten.{name}_backward.default" for name in NAMES}
 
 

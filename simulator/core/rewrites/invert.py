@@ -2,7 +2,7 @@
 
 `lowtide::side` makes the bits before the activation, which may then work in place; where backward reads the output for
 another op in any case, the input then need not wait for it (Inverted Activations, Novikov and Oseledets,
-arXiv:2407.15545; `executor.inverted`). An activation that is written out in steps is fused first.
+arXiv:2407.15545; `executor.inverted`).
 
 Counts: the bits; their pass over the input, at the rate that the trace's ops without matrix products have together;
 on a CPU, where backward computes more than it reads, the factor that `tests/bench/inverted.py` shows. Ignores: what the
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from simulator.core.facts import Facts
-from simulator.core.rewrites import fuse
 from simulator.core.rewrites.activations import activation_of, kind
 from simulator.core.rewrites.edit import Editing, Op, Value
 from simulator.core.rewrites.pack import ITEM_BYTES, at_rate, pass_rate
@@ -36,18 +35,16 @@ CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
 def offer(facts: Facts) -> Iterator[Rewrite]:
     """The saved inputs of activations that can be done without; first the largest."""
     trace, sts = facts.trace, facts.trace.storages
-    steps = facts.once(fuse.chains, lambda f: fuse.chains(f.trace))
     for s in sorted(trace.saved, key=lambda s: (-sts.nbytes[s], s)):
-        if not facts.pinned[s] and not isinstance(pair_of(trace, s, steps), str):
+        if not facts.pinned[s] and not isinstance(pair_of(trace, s), str):
             yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
 
 
 def adds_ns(facts: Facts, rewrite: Rewrite) -> int:
-    """By how much the step takes longer, at least: a copy may go, and an activation in steps is fused."""
-    pair = pair_of(facts.trace, rewrite.storage, facts.once(fuse.chains, lambda f: fuse.chains(f.trace)))
+    """By how much the step takes longer, at least: a copy may go."""
+    pair = pair_of(facts.trace, rewrite.storage)
     assert isinstance(pair, Pair)
-    fused_ns = 0 if pair.fuse is None else fuse.adds_ns(facts, pair.fuse)
-    return fused_ns - (facts.trace.ops.time_ns[pair.copy] if pair.copy >= 0 else 0)
+    return -facts.trace.ops.time_ns[pair.copy] if pair.copy >= 0 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +56,6 @@ class Pair:
     kind: str  # by the name that `executor.inverted` has for it
     # The op that copies the input for backward, as torch does where the activation works in place.
     copy: int = -1
-    # What comes first: the activation is written out in steps, of which these are the last.
-    fuse: Rewrite | None = None
 
     @property
     def two_bits(self) -> bool:
@@ -74,11 +69,9 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
-    pair = pair_of(trace, s, editing.once(fuse.chains)) if known else "there is none"
+    pair = pair_of(trace, s) if known else "there is none"
     if isinstance(pair, str):
         raise PlanError(f"the input of an activation in storage {s} cannot be done without: {pair}.")
-    if pair.fuse is not None:
-        fuse.edit(editing, pair.fuse)
     forward, backward, value = editing.op[pair.forward], editing.op[pair.backward], editing.value[s]
     if not editing.there(forward) or not editing.there(backward) or value not in backward.reads:
         return
@@ -123,9 +116,9 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         editing.remove([copy], forward)
 
 
-def pair_of(trace: Trace, s: int, steps: Mapping[int, fuse.Chain]) -> Pair | str:
+def pair_of(trace: Trace, s: int) -> Pair | str:
     """The activation whose input a storage is, or whose input is copied there, and its op of backward; or why the
-    storage is needed. `steps`: what `fuse.chains` finds in the trace."""
+    storage is needed."""
     ops, sts = trace.ops, trace.storages
     made_by = sts.producer[s]
     if (
@@ -145,13 +138,11 @@ def pair_of(trace: Trace, s: int, steps: Mapping[int, fuse.Chain]) -> Pair | str
     readers = [i for i in range(made_by + 1, len(ops)) if s in ops.reads[i]]
     if any(s in ops.writes[i] for i in readers):
         return "it is overwritten"
-    pair = _in_steps(trace, s, readers, steps)
-    if pair is None:
-        if isinstance(found := activation_of(trace, s, copied=True), str):
-            return found
-        f, b = found
-        copy = made_by if ops.inputs[f] != ops.inputs[b][1:] else -1
-        pair = Pair(forward=f, backward=b, kind=kind(trace, f), copy=copy)
+    if isinstance(found := activation_of(trace, s, copied=True), str):
+        return found
+    f, b = found
+    copy = made_by if ops.inputs[f] != ops.inputs[b][1:] else -1
+    pair = Pair(forward=f, backward=b, kind=kind(trace, f), copy=copy)
     y = ops.writes[pair.forward][0]
     if sts.nbytes[y] != sts.nbytes[s] or sts.dtype[y] != sts.dtype[s] or sts.hold[y] >= 0:
         return "the output is laid out otherwise, or held outside the captured graph"
@@ -161,14 +152,3 @@ def pair_of(trace: Trace, s: int, steps: Mapping[int, fuse.Chain]) -> Pair | str
     if not any(y in ops.reads[i] and ops.phase[i] != FORWARD and i != pair.backward for i in later):
         return "backward does not read the output"
     return pair
-
-
-def _in_steps(trace: Trace, s: int, readers: Sequence[int], steps: Mapping[int, fuse.Chain]) -> Pair | None:
-    ops = trace.ops
-    late = {i for i in readers if ops.phase[i] != FORWARD}
-    for chain in steps.values():
-        if fuse.storage_behind(trace, chain.x) == s and late <= {*chain.backward}:
-            first = Rewrite(kind="fuse", storage=ops.writes[chain.y][0], op=ops.name[chain.y])
-            name = f"{chain.name}_tanh" if "tanh" in chain.options else chain.name
-            return Pair(forward=chain.y, backward=chain.dx, kind=name, fuse=first)
-    return None
