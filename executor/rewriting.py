@@ -16,7 +16,7 @@ from simulator.core.rewrites import in_order
 from simulator.core.rewrites import rewritten as rewritten_trace
 from tracer.capture.capture import Captured
 from tracer.record.program import GraphOp, Program, program_of
-from tracer.record.stretches import Found, stretches
+from tracer.record.tiles import Found, found_in
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import Trace
@@ -73,7 +73,7 @@ class Changing:
     @cached_property
     def stretches(self) -> tuple[Found, ...]:
         """The stretches of the original that could run in tiles."""
-        return stretches(self.program)
+        return found_in(self.program)
 
     def made(self, storage: int) -> tuple[GraphOp, fx.Node, str]:
         """The op that makes a storage of the original, the node whose value it is, and what tells it from others of the

@@ -22,7 +22,7 @@ from tracer.record.draft import Draft
 from tracer.record.one_graph import OneGraph
 from tracer.record.program import Program
 from tracer.record.step import trace_step
-from tracer.record.stretches import may_have_head
+from tracer.record.tiles import may_have_head
 from tracer.step.joined import can_be_joined
 from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep

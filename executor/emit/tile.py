@@ -12,17 +12,7 @@ from torch import fx
 
 from executor.rewriting import Changing
 from tracer.capture.passes.dropout import drawn_mask
-from tracer.record.stretches import (
-    BY_ELEMENT,
-    MEAN_LOSS,
-    SIZES,
-    Axis,
-    Call,
-    Found,
-    is_backward,
-    is_resized,
-    reduction,
-)
+from tracer.record.tiles import SIZES, Axis, Call, Found, packet
 from tracer.torch_api import FakeTensor
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -30,7 +20,7 @@ from traces.records.stretch import PRODUCT, ROWS
 from traces.records.trace import EFFECT
 
 aten = torch.ops.aten
-SUM_LOSS = 2  # torch's number of the reduction
+MEAN_LOSS, SUM_LOSS = 1, 2  # torch's numbers of reductions
 
 
 def change(changing: Changing, rewrite: Rewrite) -> None:
@@ -196,20 +186,13 @@ def _tile(found: Found, call: Call, *, again: bool) -> fx.GraphModule:
         target = n.target
         if n in found.losses and n.args[3] == MEAN_LOSS:
             args = (*args[:3], SUM_LOSS, *args[4:])
-        packet = getattr(target, "overloadpacket", None)
-        if packet in BY_ELEMENT and is_backward(packet) and reduction(n) == MEAN_LOSS:
-            share = graph.call_function(aten.div.Scalar, (args[0], n.args[1].meta["val"].numel()))
-            args = (share, *args[1 : BY_ELEMENT[packet]], SUM_LOSS, *args[BY_ELEMENT[packet] + 1 :])
-        axis = found.axes.get(n)
-        sized = SIZES.get(packet)
+        axis, sized = found.axes.get(n), SIZES.get(packet(n))
         if axis is not None and sized is not None:
             args = (*args[:sized], _sizes(graph, rows, n, axis), *args[sized + 1 :])
         if n in sums and found.grows(n) == PRODUCT:
             target, args = aten.addmm_.default, (sums[n], *args)
         now[n] = graph.call_function(target, args, dict(kwargs))
-        if is_resized(n):
-            now[n] = graph.call_function(aten.clone.default, (now[n],))
-        if n in found.means:
+        if packet(n) is aten.mean and n in found.sums:
             share = graph.call_function(operator.truediv, (rows, found.rows))
             now[n] = graph.call_function(aten.mul_.Tensor, (now[n], share))
         if n in into:

@@ -1,13 +1,11 @@
-"""Stretches in tiles: found in heads, attention and MLPs of many kinds, equal to the untouched step but for rounding,
+"""Tiles: found in heads and MLPs of many kinds, equal to the untouched step but for rounding,
 and as large as predicted."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch.nn import functional  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import LEVERS, rewritten_problem  # noqa: E402
+from simulator.core.rewrites import rewritten_problem  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer import trace  # noqa: E402
@@ -100,29 +98,6 @@ def weighed(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor
     return flat(logits, targets) * (2 + logits.mean().detach())
 
 
-def taught(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """By a teacher's logits first: the targets' view is later than what takes that loss."""
-    teacher = torch.softmax(targets.unsqueeze(-1) * torch.sin(weights) / 2.0, -1)
-    by_teacher = functional.kl_div(torch.log_softmax(logits / 2.0, -1), teacher, reduction="batchmean")
-    return 4.0 * by_teacher + flat(logits, targets)
-
-
-def like_a_teacher(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, largest: bool = False
-) -> torch.Tensor:
-    """A teacher has a head of its own; its logits are wanted before the targets are, and in between."""
-    hidden = torch.sin(targets.unsqueeze(-1) * weights[:8])
-    teacher = torch.log_softmax(hidden @ torch.outer(weights[:8].cos(), weights.sin()) / 2.0, -1)
-    student = torch.log_softmax(logits / 2.0, -1)
-    by_teacher = functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    by_element = functional.mse_loss(student, teacher)
-    return 4.0 * by_teacher + flat(logits, targets) + by_element + (teacher.max() if largest else 0.0)
-
-
-def regressed(reduction: str) -> Callable[..., torch.Tensor]:
-    return lambda x, t, w: functional.mse_loss(x, torch.sin(t[..., None] * w), reduction=reduction)
-
-
 HEADS: dict[str, Callable[[], Net]] = {
     "mean": lambda: Net(lambda x, t, w: flat(x, t)),
     "tied": lambda: Net(lambda x, t, w: flat(x, t), tied=True),
@@ -151,17 +126,7 @@ HEADS: dict[str, Callable[[], Net]] = {
     "each, masked": lambda: Net(masked_each, tied=True),
     "entropy": lambda: Net(with_entropy),
     "clipped": lambda: Net(clipped),
-    "binary": lambda: Net(
-        lambda x, t, w: functional.binary_cross_entropy_with_logits(x, t[..., None] / w, pos_weight=w)
-    ),
-    "taught": lambda: Net(taught),
-    "taught by a head": lambda: Net(like_a_teacher),
-    "regressed": lambda: Net(regressed("mean")),
-    "regressed, sum": lambda: Net(regressed("sum"), bias=True),
-    "smooth": lambda: Net(lambda x, t, w: functional.smooth_l1_loss(x, torch.sin(t[..., None] * w))),
-    "of elements and targets": lambda: Net(lambda x, t, w: flat(x, t) + 0.3 * regressed("mean")(x, t, w)),
     "dropped": lambda: Net(lambda x, t, w: flat(functional.dropout(x, 0.3), t)),
-    "huber": lambda: Net(lambda x, t, w: functional.huber_loss(x, 1 / (t[..., None] + w))),
 }
 
 
@@ -197,69 +162,6 @@ def test_gradients_are_those_of_the_untouched_step(head: str, number: int) -> No
         assert torch.allclose(*losses, rtol=1e-6)
         for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
             assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
-
-
-class Pair(nn.Module):
-    """Two heads that learn from their targets, and from one another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, WORDS) for _ in range(2))
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        a, b = (torch.log_softmax(f(torch.tanh(self.words(ids))).flatten(0, 1), -1) for f in self.heads)
-        loss = sum(functional.nll_loss(x, targets.flatten()) for x in (a, b))
-        for x, y in ((a, b), (b, a)):
-            loss = loss + functional.kl_div(x, y.detach(), reduction="batchmean", log_target=True)
-        return loss
-
-
-class Late(torch.autograd.Function):
-    """Values whose gradient is weighed by others, which forward does not take."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weights)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.saved_tensors[0], None
-
-
-class LatePair(Pair):
-    """That the first learns with the second is seen in backward, after what both make is known."""
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        a, b = (torch.log_softmax(f(torch.tanh(self.words(ids))).flatten(0, 1), -1) for f in self.heads)
-        of_b = functional.nll_loss(b, targets.flatten())
-        return functional.nll_loss(Late.apply(a, b.detach()), targets.flatten()) + of_b
-
-
-@pytest.mark.parametrize(("pair", "heads"), [(Pair, 2), (LatePair, 1)])
-def test_two_heads_of_one_loss_run_in_the_same_tiles(pair: type[Pair], heads: int) -> None:
-    torch.manual_seed(0)
-    model, given = pair(), batch()
-    of = trace(model, given)
-    (stretch,) = of.meta.stretches
-    forward = [of.ops.target[i] for i, _ in stretch.body if i < of.meta.forward_ops]
-    assert forward.count("aten.addmm.default") == heads
-    planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4))
-    for m in (model, planned):
-        m(**given).backward()
-    for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
-        assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
-
-
-@pytest.mark.parametrize("largest", [False, True])
-def test_a_teacher_s_head_runs_in_the_tiles_unless_something_else_takes_what_it_makes(largest: bool) -> None:
-    of = trace(Net(functools.partial(like_a_teacher, largest=largest)), batch())
-    (stretch,) = of.meta.stretches
-    forward = [of.ops.target[i] for i, _ in stretch.body if i < of.meta.forward_ops]
-    assert forward.count("aten.mm.default") == (1 if largest else 2)
-    wide = [s for _, s in stretch.inputs if of.storages.nbytes[s] >= of.storages.nbytes[stretch.storage]]
-    assert bool(wide) == largest
 
 
 def test_a_smaller_batch_runs_in_as_many_tiles_as_it_has_rows() -> None:
@@ -310,21 +212,6 @@ def test_code_around_the_model_that_reads_the_logits_keeps_them() -> None:
     assert of.meta.stretches == ()
 
 
-class Attention(nn.Module):
-    """By matrix products: `scores` changes them, `weigh` makes weights of them."""
-
-    def __init__(self, scores: Callable[..., torch.Tensor], weigh: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.scores, self.weigh = scores, weigh
-        self.bias = nn.Parameter(torch.zeros(4, 48, 48), requires_grad=scores is biased)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        weights = self.weigh(self.scores(q @ k.transpose(-1, -2) / 2, self.bias))
-        return self.out((weights @ v).transpose(1, 2).flatten(-2))
-
-
 class Gated(nn.Module):
     """An MLP with a gate."""
 
@@ -363,46 +250,11 @@ class Blocks(nn.Module):
         return x.pow(2).mean()
 
 
-def softmax(x: torch.Tensor) -> torch.Tensor:
-    return x.softmax(-1)
-
-
-def by_hand(x: torch.Tensor) -> torch.Tensor:
-    e = torch.exp(x - x.amax(-1, keepdim=True))
-    return e / e.sum(-1, keepdim=True)
-
-
-def dropped(x: torch.Tensor) -> torch.Tensor:
-    return functional.dropout(x.softmax(-1), 0.1)
-
-
-def causal(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return x.masked_fill(torch.ones(48, 48, dtype=torch.bool).triu(1), -1e9)
-
-
-def biased(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return x + bias
-
-
-def turned(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return x + bias.unsqueeze(1).expand(4, 4, 48, 48).transpose(0, 1)
-
-
 def mlp(*between: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), *between, nn.Linear(96, WIDTH))
 
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many tiles there are at most
-    "attention": (lambda: Attention(lambda x, _: x, softmax), 16),
-    "causal": (lambda: Attention(causal, softmax), 16),
-    "softcapped": (lambda: Attention(lambda x, _: 5 * torch.tanh(x / 5), softmax), 16),
-    "softmax by hand": (lambda: Attention(causal, by_hand), 16),
-    "bias": (lambda: Attention(biased, softmax), 4),  # an example each: heads have their own
-    "turned bias": (
-        lambda: Attention(turned, softmax),
-        4,
-    ),  # its batch and heads are no one dimension in memory
-    "dropped": (lambda: Attention(causal, dropped), 16),
     "mlp": (mlp, 192),
     "dropped mlp": (lambda: mlp(nn.Dropout(0.2)), 192),
     "gated": (lambda: Gated(functional.silu), 192),
@@ -417,7 +269,6 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize(("block", "number"), [*((block, 2) for block in BLOCKS), ("mlp", 1), ("gated", 1)])
 def test_gradients_of_blocks_are_those_of_the_untouched_step(block: str, number: int) -> None:
-    """A single MLP before the loss is its head: a result is then a view in another shape of what makes it."""
     torch.manual_seed(0)
     make, rows = BLOCKS[block]
     model, x = Blocks(make, number), tokens()
@@ -435,56 +286,14 @@ def test_gradients_of_blocks_are_those_of_the_untouched_step(block: str, number:
             assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
 
 
-def with_noise(x: torch.Tensor) -> torch.Tensor:
-    return (x + torch.rand_like(x)).softmax(-1)
-
-
-def across_batch(x: torch.Tensor) -> torch.Tensor:
-    return x.softmax(0)
-
-
-@pytest.mark.parametrize("weigh", [with_noise, across_batch])
-def test_attention_that_is_random_or_not_by_itself_is_none(weigh: Callable[..., torch.Tensor]) -> None:
-    model = Blocks(lambda: Attention(lambda x, _: x, weigh))
-    assert trace(model, (tokens(),), loss=lambda out: out).meta.stretches == ()
-
-
-def test_attention_by_one_op_is_none() -> None:
-    class Fused(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-            return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
-
-    model = Blocks(lambda: Fused(causal, softmax))
-    assert trace(model, (tokens(),), loss=lambda out: out).meta.stretches == ()
-
-
-def test_attention_whose_weights_are_returned_is_none() -> None:
-    class Shown(Attention):
-        def forward(self, x: torch.Tensor) -> Any:
-            scores = self.q(x) @ self.k(x).transpose(-1, -2)
-            return scores.softmax(-1) @ self.v(x), scores
-
-    model = Shown(causal, softmax)
-    assert trace(model, (tokens(),), loss=lambda out: out[0].pow(2).mean()).meta.stretches == ()
-
-
 def layers() -> tuple[Any, Any, Any, Any]:
-    """Attention and MLPs at a size at which they decide the peak."""
+    """MLPs at a size at which they decide the peak."""
     torch.manual_seed(0)
 
-    def both() -> nn.Module:
-        return nn.Sequential(
-            Attention(causal, softmax), nn.Linear(WIDTH, 4 * 96), nn.GELU(), nn.Linear(4 * 96, WIDTH)
-        )
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 4 * 96), nn.GELU(), nn.Linear(4 * 96, WIDTH))
 
-    return Blocks(both), torch.randn(16, 48, WIDTH), None, None
-
-
-def dropped_layers() -> tuple[Any, Any, Any, Any]:
-    """Attention with dropped weights, at a size at which it decides the peak."""
-    torch.manual_seed(0)
-    return Blocks(lambda: Attention(causal, dropped), 3), torch.randn(16, 48, WIDTH), None, None
+    return Blocks(make), torch.randn(16, 48, WIDTH), None, None
 
 
 def gates() -> tuple[Any, Any, Any, Any]:
@@ -502,18 +311,8 @@ def wide() -> tuple[Any, Any, Any, Any]:
     return model, {"ids": ids, "targets": ids.flip(1)}, None, None
 
 
-def regression() -> tuple[Any, Any, Any, Any]:
-    """A head whose loss is of elements, at a size at which it decides the peak."""
-    torch.manual_seed(0)
-    model = Net(regressed("mean"), bias=True)
-    ids = torch.randint(0, WORDS, (16, 50))
-    return model, {"ids": ids, "targets": ids.flip(1)}, None, None
-
-
-REGRESSION = f"{Path(__file__).resolve()}:regression"
 SPEC = f"{Path(__file__).resolve()}:wide"
 LAYERS = f"{Path(__file__).resolve()}:layers"
-DROPPED = f"{Path(__file__).resolve()}:dropped_layers"
 GATES = f"{Path(__file__).resolve()}:gates"
 
 
@@ -540,50 +339,11 @@ def test_the_peak_of_layers_is_as_predicted(number: int, measurer: Measurer, tmp
     spec = load_spec(LAYERS, {})
     of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
     plan = in_tiles(of, number)
-    assert len(plan.rewrites) == 4
+    assert len(plan.rewrites) == 2
     predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
     assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 2
     assert verify(spec, plan, steps=2).equal
     assert measurer.steady_peak(plan, tmp_path) == predicted
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_dropped_weights_are_predicted_with_their_masks_whole(
-    packed: bool, measurer: Measurer, tmp_path: Path
-) -> None:
-    """Each mask is drawn whole, a byte an element, or waits in an eighth of that."""
-    spec = load_spec(DROPPED, {})
-    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
-    plan = in_tiles(of, 8)
-    if packed:
-        plan = replace(plan, rewrites=(*plan.rewrites, *LEVERS["bits"].offer(Problem(of))))
-        assert len(plan.rewrites) == 6
-    predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
-    assert predicted < Problem(of).saved.timeline.peak_allocated_bytes / (3.5 if packed else 3)
-    assert verify(spec, plan, steps=2).equal
-    assert measurer.steady_peak(plan, tmp_path) == predicted
-
-
-def test_a_gpu_draws_a_dropped_mask_of_memory_in_the_place_of_the_weights() -> None:
-    model = Blocks(lambda: Attention(causal, dropped), 1)
-    of = trace(model, (tokens(),), loss=lambda out: out, target="h200")
-    step = rewritten_problem(Problem(of), in_tiles(of, 4).rewrites).trace
-    drawn = step.ops.target.index("lowtide.drawn_mask.default")
-    whole = 4 * 4 * 48 * 48 * 4
-    assert step.ops.reads[drawn] == ()
-    assert step.ops.events[drawn] == (whole, whole // 4, whole, -whole, -whole)
-
-
-def test_a_loss_of_elements_leaves_a_number_and_no_more(measurer: Measurer, tmp_path: Path) -> None:
-    """Untiled it lies in as much memory as it added up."""
-    spec = load_spec(REGRESSION, {})
-    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
-    plan = in_tiles(of, 7)
-    step = rewritten_problem(Problem(of), plan.rewrites)
-    assert of.storages.nbytes[of.storages.name.index("mse_loss")] == 800 * WORDS * 4
-    assert step.trace.storages.nbytes[step.trace.storages.name.index("mse_loss")] == 4
-    assert verify(spec, plan, steps=2).equal
-    assert measurer.steady_peak(plan, tmp_path) == step.saved.timeline.peak_allocated_bytes
 
 
 def test_the_peak_of_a_gate_and_the_rest_by_one_matrix_is_predicted(
@@ -608,8 +368,7 @@ def test_what_a_tiled_stretch_leaves_is_recomputed_too(measurer: Measurer, tmp_p
     actions = recompute_all(step, share=False)
     replay = step.replay(actions)
     runs = Counter(step.trace.ops.name[i] for i in replay.schedule.op)
-    assert runs["bmm_tiles"] > 1  # attention's forward
-    assert runs["addmm_4_tiles"] > 1  # and the MLP's
+    assert max(n for name, n in runs.items() if name.endswith("_tiles")) > 1
     plan = Plan(meta=of.meta, actions=actions, rewrites=rewrites, exactness=FP)
     assert verify(spec, plan, steps=2).equal
     assert measurer.steady_peak(plan, tmp_path) == replay.timeline.peak_allocated_bytes < saved

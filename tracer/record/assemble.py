@@ -24,7 +24,7 @@ from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from tracer.record.rows import overwritten, storage_key, tensors_in
-from tracer.record.stretches import stretches
+from tracer.record.tiles import found_in
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.step.release import check_alone, hand, hands_over
@@ -371,7 +371,7 @@ def _stretches(program: Program, graph_id: Sequence[int], rows: Sequence[OpRow])
         made = {s for part in x.parts for i, how in part.body if how == ROWS for s in rows[i].writes}
         return made - {r.storage for part in x.parts for r in part.results}
 
-    found = (x.record(program, graph_id) for x in stretches(program))
+    found = (x.record(program, graph_id) for x in found_in(program))
     return tuple(x for x in found if seen.isdisjoint(hidden(x)))
 
 

@@ -3,7 +3,7 @@
 Of a loss head the loss is one number, so all of it runs in forward, backward's part too, for a gradient of the loss of
 one: what it leaves are the loss and the gradients of what it read, but for that factor, by which backward multiplies
 them. No matrix product runs twice. (As Liger's and Cut Cross-Entropy's kernels do by hand; here of any graph.) Any
-other stretch (attention by matrix products, an MLP block, as in ALST) is a call in forward, and one in backward, which
+other stretch (an MLP block, as in ALST) is a call in forward, and one in backward, which
 makes again in each tile what it reads of forward.
 
 Counts: the sizes of what a tile makes, its rows' share of what the ops made; freed after their last use; sums in place;
@@ -36,7 +36,7 @@ SHARE: Final = (
 )
 # In which a result is copied, or added to that of the tiles before.
 PASSES: Final = {ROWS: 2, PRODUCT: 2, SUM: 3}
-PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm"))
 DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
 NUMBER_BYTES: Final = 16  # a number by itself takes so much at most
 # So many tiles' allocations stand in the trace, beside the last: further ones are like the second.
