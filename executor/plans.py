@@ -64,8 +64,17 @@ class Outcome:
         return self.verification.first_difference if self.verification else ""
 
 
-def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]) -> Outcome:
+def measure_plan(
+    path: Path,
+    settings: Settings,
+    progress: Callable[[str], None],
+    known: dict[str, JobResult] | None = None,
+) -> Outcome:
     """Verify and measure one plan.
+
+    Args:
+        known: what eager and keep-all gave for another plan of the same step, which are then not measured again; gets
+            what they give now.
 
     Raises:
         PlanError: the file is no plan, its actions do not give its figures, or it belongs to another graph than the
@@ -104,13 +113,15 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
     if settings.steps and provenance != REHEARSED:  # where nothing is computed
         progress(f"Verifying {settings.steps} steps against the untouched model ...")
         verification = if_it_fits(VERIFY, f"{UNVERIFIED}, which takes two models at once,").verification
-    results = {}
+    results = {} if known is None else known
     for variant, label in ((EAGER, "eager"), (KEEP_ALL, "keep-all")):
+        if variant in results:
+            continue
         progress(f"Measuring {label} on {settings.device} ...")
         results[variant] = if_it_fits(variant, f"{label}, which is not measured,")
     progress(f"Measuring the plan on {settings.device} ...")
-    results[PLAN] = job(PLAN)
-    environment = results[PLAN].environment
+    of_plan = job(PLAN)
+    environment = of_plan.environment
     told = other_threads(plan.meta, environment)
     if told:
         warnings.append(told)
@@ -129,7 +140,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         provenance=provenance,
         environment={**environment, "trace": f"{plan.meta.mode}, times of {plan.meta.target}"},
         predicted=predicted,
-        measured=results[PLAN].figures,
+        measured=of_plan.figures,
         keep_all_predicted=baseline,
         keep_all=results[KEEP_ALL].figures,
         eager=results[EAGER].figures,
@@ -142,7 +153,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         plan=plan,
         measurement=measurement,
         verification=verification,
-        curve=results[PLAN].curve,
+        curve=of_plan.curve,
     )
 
 

@@ -1,1 +1,1 @@
-"""A file of cases -> many measured plans -> the report of how wrong the predictions were."""
+"""A file of cases, each traced, planned and measured: what was predicted, beside it."""

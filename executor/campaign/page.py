@@ -1,23 +1,155 @@
-"""The page of a campaign: how wrong the predictions were, in aggregate and by case."""
+"""What a campaign found, predicted beside measured: as tables for a terminal and a page, and as JSON."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from executor.campaign import errors, tables
-from executor.campaign.errors import FIGURES, STAGE_LABELS, ErrorRow
-from executor.campaign.record import Book
-from simulator.report.charts import scatter
-from simulator.report.page import Block, Chart, Page, Section, Text, paragraphs, warned, write_page
-from simulator.show.tables import Table
+from executor.campaign.cases import NONE
+from executor.campaign.run import Book, Result
+from simulator.report.page import Page, Section, Text, paragraphs, warned, write_page
+from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from traces.errors import SpecError
 from traces.files.json_records import to_json
-from traces.provenance import MEASURED_CPU, MEASURED_CUDA, REHEARSED
+from traces.provenance import MEASURED_CUDA, REHEARSED
 
-COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#e39c45"), strict=True))
+SLOWDOWN: Final = "slow-down"
+FIGURES: Final = (
+    "allocated",
+    "blocks",
+    "reserved",
+    "time",
+    SLOWDOWN,
+)  # those of `RunFigures.headline`, and one more
+LARGE: Final = 2.0  # percent that a prediction of memory may be too low before it is red
+MEANING: Final = (
+    "Errors are 100·(predicted − measured)/measured, those of slow-downs (the plan's step beside the keep-all step) in "
+    "points: below 0 the prediction was too low, which is the dangerous side. Predictions know workspaces and times as "
+    "they were measured on the device, op by op."
+)
+
+
+def error_rows(book: Book) -> list[dict[str, Any]]:
+    """Every figure of every case that is both predicted and measured: bytes, ns, and percent for a slow-down; its error
+    in percent of what was measured, of a slow-down in points. Negative: the prediction was too low."""
+    return [
+        {
+            "model": r.case.model,
+            "case": r.case.label,
+            "run": "keep-all" if r.case.budget == NONE else "plan",
+            "figure": figure,
+            "predicted": predicted,
+            "measured": measured,
+            "provenance": r.measurement.provenance,
+            "error": (predicted - measured) * (1 if figure == SLOWDOWN else 100.0 / measured),
+        }
+        for r in book.records
+        for figure, (predicted, measured) in _pairs(r).items()
+        if r.measurement and None not in (predicted, measured) and (measured or figure == SLOWDOWN)
+    ]
+
+
+def _pairs(r: Result) -> dict[str, tuple[Any, Any]]:
+    """Figure -> predicted and measured."""
+    if (m := r.measurement) is None:
+        return {}
+    both = zip(m.predicted.headline().values(), m.measured.headline().values(), strict=True)
+    slow = (None, None) if r.case.budget == NONE else (m.predicted_slowdown_percent, m.slowdown_percent)
+    return dict(zip(FIGURES, [*both, slow], strict=True))
+
+
+def aggregates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The errors by provenance and figure: their mean, the median of their sizes, the lowest and the highest."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for r in sorted(rows, key=lambda r: (r["provenance"], FIGURES.index(r["figure"]))):
+        groups.setdefault((r["provenance"], r["figure"]), []).append(r["error"])
+    return [
+        {
+            "provenance": provenance,
+            "figure": figure,
+            "rows": len(errors),
+            "mean": statistics.fmean(errors),
+            "median": statistics.median(map(abs, errors)),
+            "worst_under": min((e for e in errors if e < 0), default=None),
+            "worst_over": max((e for e in errors if e > 0), default=None),
+        }
+        for (provenance, figure), errors in groups.items()
+    ]
+
+
+def answer(book: Book) -> dict[str, Any]:
+    """The object that `execute campaign --json` prints."""
+    rows = error_rows(book)
+    return {
+        "campaign": book.name,
+        "device": book.method.device,
+        "asked": book.asked,
+        "finished": len(book.records),
+        "statuses": dict(Counter(r.status for r in book.records)),
+        "errors": aggregates(rows),
+        "rows": rows,
+        "cases": [{"label": r.case.label, **to_json(r)} for r in book.records],
+    }
+
+
+def summary(book: Book) -> str:
+    """The campaign to read: every case, then the errors in aggregate."""
+    parts = ", ".join(f"{n} {status}" for status, n in answer(book)["statuses"].items())
+    told = f"{len(book.records)} of {book.asked} cases: {parts or 'none finished'}"
+    return "\n".join([*cases(book).lines(), "", told, "", *errors(book).lines()])
+
+
+def cases(book: Book) -> Table:
+    """One row a case: its peak of allocated bytes and its slow-down, predicted beside measured, and what is wrong."""
+
+    def predicted(r: Result) -> Cell:
+        said, found = _pairs(r).get("allocated", (None, None))
+        if said is None or not found:
+            return Cell(UNKNOWN)
+        low = 100.0 * (found - said) / found
+        return Cell(f"{said:,} ({said - found:+,})", said, "bad" if low > LARGE else "" if low else "good")
+
+    def verdict(r: Result) -> Cell:
+        if r.measurement is None or r.message:
+            return no(f"{r.status}: {r.message}")
+        if r.measurement.verified is None:
+            return Cell("not checked", tone="quiet")
+        return yes("within noise" if any(r.measurement.max_abs_difference.values()) else "equal")
+
+    def pair(figure: str, at: int) -> Any:
+        return lambda r: _pairs(r).get(figure, (None, None))[at]
+
+    return table(
+        book.records,
+        [
+            ("case", "", lambda r: r.case.label),
+            ("predicted", NUMBER, predicted),
+            ("measured", "count", pair("allocated", 1)),
+            ("eager", "count", lambda r: r.measurement and r.measurement.eager.peak_allocated_bytes),
+            ("budget", "bytes", lambda r: r.measurement and r.measurement.budget_bytes),
+            ("slow-down, predicted", "+percent", pair(SLOWDOWN, 0)),
+            ("measured", "+percent", pair(SLOWDOWN, 1)),
+            ("beside eager", "", verdict),
+        ],
+        caption=f"Peak of allocated bytes. Predictions that are more than {LARGE:g} % too low are red.",
+    ).known()
+
+
+def errors(book: Book) -> Table:
+    """The errors of each figure, in percent, of slow-downs in points."""
+    numbers = {"mean": "mean", "median size": "median", "lowest": "worst_under", "highest": "worst_over"}
+    return table(
+        aggregates(error_rows(book)),
+        [
+            ("figure", "", lambda a: a["figure"]),
+            ("provenance", "", lambda a: a["provenance"]),
+            ("runs", "count", lambda a: a["rows"]),
+            *((title, "points", lambda a, name=name: a[name]) for title, name in numbers.items()),
+        ],
+        caption="Errors in percent, of slow-downs in points.",
+    )
 
 
 def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
@@ -27,104 +159,28 @@ def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
         EnvironmentProblem: a package that reports need is not installed.
         SpecError: they were rehearsed.
     """
-    if any(r.provenance == REHEARSED for r in book.records):
+    found = [r.measurement for r in book.records if r.measurement is not None]
+    if any(m.provenance == REHEARSED for m in found):
         raise SpecError(
             "a page shows what was measured, and this campaign was rehearsed; print it, or --json."
         )
-    return write_page(path, campaign_page(book, analysis=analysis))
-
-
-def campaign_page(book: Book, *, analysis: str = "") -> Page:
-    """The page of a campaign."""
-    records, rows = book.records, errors.error_rows(book.records)
-    where = dict.fromkeys("CPU" if r.provenance == MEASURED_CPU else f"GPU ({r.place})" for r in records)
-    measured_on = " and ".join(where) or "nothing yet"
-    found = errors.aggregates(rows)
-    notes = dict.fromkeys(f"{r.case.step.label}: {n}" for r in records for n in r.notes)
-    both = (False, "Keep-all and plans"), (True, "The untouched model in eager")
-    parts = [tables.in_aggregate([a for a in found if a.eager == e], what) for e, what in both]
-    aggregates: list[Block] = [Text(MEANING), *_shown(*parts)] if found else []
-    cases = _shown(tables.memory(records), tables.figures(rows)) or [Text("No case has been measured.")]
-    without = _shown(tables.without_figures(records)) or [Text("Every case has its figures.")]
-    sections: dict[str, Sequence[Block]] = {
-        "Analysis": paragraphs(analysis),
-        "Headline": _headline(book, rows, measured_on),
-        "Errors in aggregate": aggregates,
-        "Predicted against measured": _scatters(rows),
-        "Every case": cases,
-        "Cases without a figure": [*without, *(Text(n, "note") for n in notes)],
-        "Provenance": [Text(HOW), _provenance(book)],
-    }
-    return Page(
-        title=f"Campaign {book.name}: how wrong the predictions were",
-        subtitle=f"{len(records)} of {book.asked} cases · measured on {measured_on}",
-        sections=tuple(Section(title, tuple(blocks)) for title, blocks in sections.items() if blocks),
+    no_gpu = (
+        () if any(m.provenance == MEASURED_CUDA for m in found) else ("No figure on this page is a GPU's.",)
     )
-
-
-MEANING = (
-    "An error is 100·(predicted − measured)/measured: negative means that the prediction was too low, which is the "
-    "dangerous side. A slow-down is the plan's step time over the keep-all step's; its error is in points. Calibrated "
-    "predictions know workspaces and times as they were measured on the device, op by op, in a process of their own; "
-    "uncalibrated ones know nothing of the device but a table. Mean and median error: without the sign. Lowest, "
-    "highest: the worst under- and overestimate. Within: the share of the runs whose error is at most so many percent "
-    "(points). Too low: the share predicted below what was measured."
-)
-HOW = (
-    "Each variant of a step ran in a process of its own. The peak is the highest of the iterations after the first, "
-    "by the allocator's own account; the time is the median of the timed iterations after them."
-)
-
-
-def _shown(*found: Table) -> list[Block]:
-    """The tables that have rows."""
-    return [t for t in found if t.rows]
-
-
-def _headline(book: Book, rows: Sequence[ErrorRow], measured_on: str) -> list[Block]:
-    """How much was measured and verified, and above all what the figures are not."""
-    records = book.records
-    verified = [r.verified for r in records if r.peak is not None and r.verified is not None]
-    told = (
-        f"{sum(r.peak is not None for r in records)} of {book.asked} cases were measured, the others are listed below "
-        f"with their reason. {sum(verified)} of {len(verified)} that were verified train as the untouched model does, "
-        "bit for bit or within eager's own noise. Predicted figures are simulated; measured figures were measured on: "
-        f"{measured_on}. Figures of different devices are never aggregated together."
+    rows = [(k.replace("_", " "), str(v)) for k, v in to_json(book.method).items()]
+    rows += [(k, v) for m in found[:1] for k, v in sorted(m.environment.items()) if v]
+    sections = (
+        Section("Analysis", paragraphs(analysis)),
+        Section("Errors", (*warned(no_gpu), Text(MEANING), errors(book))),
+        Section("Every case", (cases(book),)),
+        Section("Provenance", (Table(columns=("", "value"), rows=tuple(rows)),)),
     )
-    silent = dict.fromkeys(r.case for r in errors.unwarned(rows))
-    unforeseen = [r.case.label for r in errors.ran_out_unforeseen(records)]
-    off: list[str] = []
-    if all(r.provenance != MEASURED_CUDA for r in records):
-        off.append("No figure on this page is a GPU's, and none was confirmed by one.")
-    if silent:
-        less = f"Memory was predicted more than {errors.LARGE:g} % too low, and no warning stood beside it"
-        off.append(f"{less}: {'; '.join(silent)}.")
-    if unforeseen:
-        off.append(
-            f"Predicted to fit the GPU, and ran out of memory, so in no table: {'; '.join(unforeseen)}."
-        )
-    return [Text(told, "note"), *warned(off)]
-
-
-def _scatters(rows: Sequence[ErrorRow]) -> list[Block]:
-    """A chart for each provenance and figure, of keep-all and plans."""
-    points: dict[tuple[str, str], list[tuple[str, str, float, float, float]]] = {}
-    for r in sorted(rows, key=lambda r: (r.provenance, FIGURES.index(r.figure))):
-        if r.run != errors.EAGER:
-            point = r.case, STAGE_LABELS[r.stage], r.predicted, r.measured, r.error
-            points.setdefault((r.provenance, r.figure), []).append(point)
-    return [
-        Chart(
-            scatter(of, COLOURS, title=tables.KINDS[figure][1], kind=tables.KINDS[figure][0]),
-            "On the dashed line the prediction is right; below it the prediction was too low.",
-            f"{tables.KINDS[figure][1].capitalize()}, {provenance}",
-        )
-        for (provenance, figure), of in points.items()
-    ]
-
-
-def _provenance(book: Book) -> Table:
-    seen = Counter((("provenance", r.provenance), *sorted(r.environment.items())) for r in book.records)
-    rows = [(f"{n} cases", k, v) for key, n in seen.items() for k, v in key if v]
-    rows += [("method", k.replace("_", " "), str(v)) for k, v in to_json(book.method).items() if v != ""]
-    return Table(columns=("of", "", "value"), rows=tuple(rows))
+    places = " and ".join(dict.fromkeys(m.place for m in found)) or "nothing yet"
+    return write_page(
+        path,
+        Page(
+            title=f"Campaign {book.name}: how wrong the predictions were",
+            subtitle=f"{len(book.records)} of {book.asked} cases · measured on {places}",
+            sections=tuple(s for s in sections if s.blocks),
+        ),
+    )

@@ -22,15 +22,15 @@ def campaign(
 ) -> None:
     """Predict, run and measure every case of CASES, and report how wrong the predictions were.
 
-    CASES is a TOML file of cases, `cpu` or `gpu` for one of those that come with Lowtide, or a finished campaign (its
-    directory or campaign.json), which is only reported. Finished cases are kept: the same command again goes on where
-    it stopped, and tries again what failed. A case that does not fit, or that no plan fits, is a result.
+    CASES is a TOML file of cases, `cpu`, `gpu` or `gpu-quick` for one of those that come with Lowtide, or a campaign
+    that ran (its directory or campaign.json), which is only reported. A case that does not fit, or that no plan fits,
+    is a result.
 
     Exit code 1: a planned step did not compute what the untouched model computes. 2: a case failed.
     """
-    from executor.campaign import tables
-    from executor.campaign.cases import find_cases, load_cases
-    from executor.campaign.record import FAILED, NOT_EQUAL, Book
+    from executor.campaign import page
+    from executor.campaign.cases import load_cases
+    from executor.campaign.run import BOOK, FAILED, NOT_EQUAL, Book, run_campaign
     from traces.errors import LowtideError, SpecError, VerificationError
     from traces.provenance import refuse_page
 
@@ -38,36 +38,20 @@ def campaign(
         refuse_page()
     path = Path(cases)
     if path.is_dir() or path.suffix == ".json":
-        given = {"--output": output, "--device": device, "--only": only}
-        ignored = [name for name, value in given.items() if value]
-        if ignored:
+        if output or device or only:
             raise SpecError(
-                f"{ignored[0]}: {cases} is a finished campaign, which is only reported; to run more of it, name its "
-                "file of cases (cpu.toml or gpu.toml for those that come with Lowtide) and its directory with -o."
+                f"{cases} is a campaign that ran, which is only reported; leave -o, --device, --only out."
             )
-        book = Book.load(path / "campaign.json" if path.is_dir() else path)
+        book = Book.load(path / BOOK if path.is_dir() else path)
     else:
-        from executor.campaign.bench import run_campaign
-        from executor.measuring import sharing_imports
-
-        asked = load_cases(find_cases(cases))
-        if device is not None:
-            asked = replace(asked, method=replace(asked.method, device=device))
-        with sharing_imports(asked.method.device):
-            book = run_campaign(asked, output or Path(f"campaign-{asked.name}"), out.say, only=only)
+        asked = load_cases(cases)
+        asked = replace(asked, method=replace(asked.method, device=device or asked.method.device))
+        book = run_campaign(asked, output or Path(f"campaign-{asked.name}"), out.say, only=only)
     if out.report is not None:
-        from executor.campaign.page import write_campaign
-
-        write_campaign(out.report, book, analysis=analysis or "")
-    out.show(lambda: tables.answer(book), lambda: tables.summary(book))
-    wrong = [r.case.label for r in book.records if r.status == NOT_EQUAL]
-    if wrong:
-        raise VerificationError(
-            f"{len(wrong)} planned steps differ from the untouched model: {'; '.join(wrong)}."
-        )
-    failed = [r for r in book.records if r.status == FAILED]
-    if failed:
-        raise LowtideError(
-            f"{len(failed)} of {len(book.records)} cases failed, the first ({failed[0].case.label}) with: "
-            f"{failed[0].message} The same command tries them again."
-        )
+        page.write_campaign(out.report, book, analysis=analysis or "")
+    out.show(lambda: page.answer(book), lambda: page.summary(book))
+    for status, error in ((NOT_EQUAL, VerificationError), (FAILED, LowtideError)):
+        if wrong := [r for r in book.records if r.status == status]:
+            raise error(
+                f"{len(wrong)} of {len(book.records)} cases: {status}; {wrong[0].case.label}: {wrong[0].message}"
+            )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from executor.campaign.record import Book
+from executor.campaign.run import Book
 from simulator.studies.sweep import Sweep
 from traces.commands import print_json
 from traces.errors import LowtideError
@@ -102,9 +102,9 @@ INFINITE = float("inf")
         ("measurement", ("verified",), "yes"),
         ("book", ("asked",), INFINITE),
         ("book", ("method", "runs"), "5"),
-        ("book", ("records", 0, "measured", "times_ns"), ["a"]),
-        ("book", ("records", 0, "measured", "keep_all_times_ns"), [0]),
-        ("book", ("records", 0, "verified"), 1),
+        ("book", ("records", 0, "measurement", "measured", "times_ns"), ["a"]),
+        ("book", ("records", 0, "measurement", "measured", "keep_all_times_ns"), [0]),
+        ("book", ("records", 0, "measurement", "verified"), 1),
     ],
 )
 def test_a_record_with_a_value_of_another_type_is_refused(

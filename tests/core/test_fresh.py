@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem
-from traces.isolated import forking, run_fresh
+from traces.errors import (
+    BudgetError,
+    EnvironmentProblem,
+    LowtideError,
+    OutOfMemoryProblem,
+    is_out_of_memory,
+)
+from traces.isolated import error_json, forking, run_fresh
 
 Run = Callable[..., dict[str, object]]
 
@@ -186,3 +192,27 @@ with forking("traces.errors"):
 def alive(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and " Z " not in stat.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "out"),
+    [
+        (MemoryError(), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("the sizes do not match"), False),
+        (BudgetError("no plan"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_mean_that_memory_ran_out(error: Exception, out: bool) -> None:
+    assert is_out_of_memory(error) is out
+    wrapped = LowtideError("the step failed")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) is out
+    told = error_json(wrapped)
+    assert told is not None
+    assert told.get("out_of_memory", False) is out
+    if not out and not isinstance(error, LowtideError):
+        assert error_json(error) is None  # a defect, whose traceback should be seen

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from executor.campaign.bench import Forecast, told
-from executor.campaign.record import RULES
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
@@ -388,15 +386,6 @@ def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
     assert left_out(apart, Levers()) == ""
     assert "outside of the captured graph by these --errors; measure" in left_out(apart, known)
     assert left_out(apart, replace(known, errors=replace(errors, joined=errors))) == ""
-
-
-def test_a_campaign_predicts_the_step_as_its_plan_changes_it() -> None:
-    of = Problem(head())
-    plan = Plan(meta=of.trace.meta, rewrites=(in_tiles(2),), exactness=FP)
-    forecast = Forecast(stages={RULES: of}, base=of, setting=Setting())
-    planned, saved = (told(forecast.judged(p))[0][RULES].peak_allocated_bytes for p in (plan, None))
-    tiled = Problem(rewritten(head(), plan.rewrites)).saved.timeline.peak_allocated_bytes
-    assert planned == tiled < saved
 
 
 def test_a_choice_is_given_up_where_another_is_better_without_it() -> None:

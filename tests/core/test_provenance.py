@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from executor.campaign.cases import Case, Step
+from executor.campaign.cases import Case, Method
 from executor.campaign.page import write_campaign
-from executor.campaign.record import Book, Record
+from executor.campaign.run import Book, Result
 from executor.cli.main import execute
 from executor.plans import Settings, measure_sweep
 from traces.errors import SpecError, TraceError
-from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, NAME, REHEARSED, provenance_of
+from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, NAME, REHEARSED, alloc_conf, provenance_of
 from traces.records.device_profile import DeviceProfile, Identity
 from traces.records.measurement import Measurement, RunFigures
 
@@ -26,18 +25,16 @@ GPU, ABSENT_GPU = {"gpu": "NVIDIA H200"}, {"gpu": f"H200{ABSENT}"}
 
 
 def measurement(**more: Any) -> Measurement:
-    given: dict[str, Any] = {"provenance": REHEARSED, "environment": ABSENT_GPU, "measured": MEMORY}
+    given: dict[str, Any] = {
+        "provenance": REHEARSED,
+        "environment": ABSENT_GPU,
+        "measured": MEMORY,
+        "keep_all": MEMORY,
+    }
     return Measurement(
         model="m", options={}, planner="p", budget_bytes=9, fingerprint="f", device="cuda",
-        predicted=TIMED, keep_all_predicted=TIMED, keep_all=MEMORY, eager=MEMORY, **{**given, **more},
+        predicted=TIMED, keep_all_predicted=TIMED, eager=MEMORY, **{**given, **more},
     )  # fmt: skip
-
-
-def record(**more: Any) -> Record:
-    given: dict[str, Any] = {
-        "status": "rehearsed", "provenance": REHEARSED, "environment": ABSENT_GPU, "measured": MEMORY,
-    }  # fmt: skip
-    return Record(case=Case(step=Step(model="m"), planner="search"), key="k", **{**given, **more})
 
 
 def test_a_rehearsal_is_known_by_the_gpu_s_name_and_before_that_by_the_environment(
@@ -51,7 +48,6 @@ def test_a_rehearsal_is_known_by_the_gpu_s_name_and_before_that_by_the_environme
     assert (provenance_of("cpu"), provenance_of("cuda")) == (MEASURED_CPU, REHEARSED)
 
 
-@pytest.mark.parametrize("make", [measurement, record])
 @pytest.mark.parametrize("more", [
     {"provenance": MEASURED_CUDA},
     {"environment": GPU},
@@ -59,21 +55,10 @@ def test_a_rehearsal_is_known_by_the_gpu_s_name_and_before_that_by_the_environme
     {"keep_all": replace(MEMORY, times_ns=(1, 2))},
     {"verified": True},
 ])  # fmt: skip
-def test_figures_of_a_gpu_that_is_not_there_are_memory_alone(
-    make: Callable[..., Any], more: dict[str, Any]
-) -> None:
-    assert make().measured.step_time_ns is None
-    if make is measurement and "keep_all" in more:
-        more = {"measured": more["keep_all"]}
+def test_figures_of_a_gpu_that_is_not_there_are_memory_alone(more: dict[str, Any]) -> None:
+    assert measurement().measured.step_time_ns is None
     with pytest.raises(ValueError, match=r"provenance|not there"):
-        make(**more)
-
-
-def test_a_case_s_status_says_it_too() -> None:
-    with pytest.raises(ValueError, match="status"):
-        record(status="measured")
-    with pytest.raises(ValueError, match="status"):
-        record(provenance=MEASURED_CUDA, environment=GPU)
+        measurement(**more)
 
 
 def test_a_device_profile_takes_nothing_of_it() -> None:
@@ -83,9 +68,8 @@ def test_a_device_profile_takes_nothing_of_it() -> None:
 
 
 def test_pages_and_sweeps_take_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from executor.campaign.cases import Method
-
-    book = Book(name="b", asked=1, method=Method(device="cuda"), records=(record(),))
+    found = Result(case=Case(model="m"), status="rehearsed", measurement=measurement())
+    book = Book(name="b", asked=1, method=Method(device="cuda"), records=(found,))
     with pytest.raises(SpecError, match="rehearsed"):
         write_campaign(tmp_path / "x.html", book)
     monkeypatch.setenv(NAME, f"H200{ABSENT}")
@@ -101,3 +85,12 @@ def test_a_command_on_the_null_driver_takes_its_own_options() -> None:
     done = CliRunner().invoke(execute, ["rehearse", "--gpu", "h100", "--json", "--", "execute", "plan.json"])
     assert done.exit_code == 2
     assert "so --json must follow" in done.output
+
+
+def test_cuda_s_own_name_of_the_allocators_settings_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `CUDAAllocatorConfig::instance` of torch 2.11 to 2.13."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert alloc_conf() == "max_split_size_mb:64"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert alloc_conf() == "expandable_segments:True"
