@@ -1,17 +1,15 @@
-"""What a plan comes to in the words of other tools: whole layers, a selective-checkpoint policy.
+"""A plan for those who keep their tools: a file of selective checkpointing, and every n layers; with what each needs.
 
-None of them does what the plan does, so each runs itself: the model is checkpointed so, and the ordinary loop measured,
-of a GPU's plan on the null driver.
+Eager runs other ops than the captured graph has, so the ordinary loop is run, the model checkpointed so: on the CPU, or
+for a GPU's plan on the null driver (`tracer.measure.untouched`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from pprint import pformat
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from simulator.core.problem import Problem
@@ -24,12 +22,11 @@ from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep, load_spec
 from traces.devices import device as device_entry
 from traces.errors import PlanError
-from traces.files.json_records import from_json, to_json
 from traces.provenance import rehearsing
 from traces.records.plan import Plan
 from traces.units import show_bytes
 
-EVERY: Final = (1, 2, 3, 4)  # layers of which one is checkpointed
+EVERY: Final = 4  # layers of which one is checkpointed, at most
 Saved = Mapping[str, Mapping[str, tuple[int, ...]]]  # block -> op -> which of its calls there are saved
 
 FILE: Final = '''"""Selective activation checkpointing of {model}, made from a plan by `execute export`.
@@ -70,32 +67,9 @@ def apply(model):
 '''
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """One of them."""
-
-    kind: str  # "policy", "layers" or "activation_memory_budget"
-    setting: str  # what to write
-    peak_bytes: int  # that it is predicted to need, allocated
-    within_budget: bool | None  # of the plan; None: it has none
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Exports:
-    """What a plan comes to elsewhere."""
-
-    plan_peak_bytes: int
-    untouched_peak_bytes: int
-    exports: tuple[Export, ...]
-    policy: str  # the file
-
-
-def exports(plan: Plan, model: str = "") -> Exports:
-    """Find out what each export of a plan needs.
-
-    Args:
-        model: build this instead of what the plan names.
+def exports(plan: Plan, model: str = "") -> dict[str, Any]:
+    """What each export of a plan needs: the object that `execute export --json` prints, with the file as `policy`.
+    `model` is built instead of what the plan names.
 
     Raises:
         PlanError: the plan has rewrites; the model has no repeated blocks, or is another than the plan's.
@@ -107,107 +81,74 @@ def exports(plan: Plan, model: str = "") -> Exports:
             "alone (`simulate TRACE --budget ... --levers ''`) and export that."
         )
     if plan.meta.device != "cuda" or rehearsing():
-        return _exports(plan, model)
+        return there(plan=plan.to_json(), model=model)
     gpu = device_entry(board_of(plan.meta.target) or plan.meta.target)
-    with TemporaryDirectory() as folder:
-        path = plan.save(Path(folder) / "plan.json")
-        given = {"plan": str(path), "model": model}
-        return from_json(
-            Exports, run_on_null_driver("executor.exports:there", given, gpu, what="exported the plan")
-        )
+    given = {"plan": plan.to_json(), "model": model}
+    return run_on_null_driver("executor.exports:there", given, gpu, what="exported the plan")
 
 
-def there(plan: str, model: str) -> dict[str, Any]:
-    """The same of the plan in a file, for a process on the null driver."""
-    return to_json(_exports(Plan.load(Path(plan)), model))
-
-
-def _exports(plan: Plan, model: str) -> Exports:
-    trace = recorded_again(plan.meta, model, plan.meta.device).trace
-    if trace.meta.graph_fingerprint != plan.meta.graph_fingerprint:
+def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
+    """What each export of a plan needs on a device that is there, or in a process on the null driver."""
+    given = Plan.from_json(plan)
+    meta, budget = given.meta, given.budget_bytes
+    trace = recorded_again(meta, model, meta.device).trace
+    if trace.meta.graph_fingerprint != meta.graph_fingerprint:
         raise PlanError("the model's graph is not the plan's; export a plan of this model as it is here.")
     problem = Problem(trace)
-    modules = trace.ops.module[: problem.forward_end]
-    block = block_paths(modules)
-    blocks = list(dict.fromkeys(block[m] for m in modules if m in block))
+    block = block_paths(trace.ops.module[: problem.forward_end])
+    saved, blocks = _saved(problem, given, block), list(dict.fromkeys(block.values()))
     if not blocks:
         raise PlanError(
-            "the model has no repeated blocks (layers.0, layers.1, ...), which is what exports are of."
+            "the model has no repeated blocks (layers.0, layers.1, ...), which exports checkpoint."
         )
-    budget, build = (
-        plan.budget_bytes,
-        load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed),
-    )
-
-    def row(kind: str, setting: str, peak: int, note: str = "") -> Export:
+    ways: dict[tuple[str, str], Saved] = {("untouched", ""): {}, ("policy", f"{len(saved)} blocks"): saved}
+    for n in range(1, min(EVERY, len(blocks)) + 1):
+        setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks[::n])}"
+        ways["layers", setting] = {path: {} for path in blocks[::n]}
+    build = load_spec(model or meta.model, dict(meta.options), seed=meta.seed)
+    rows: list[dict[str, Any]] = []
+    for (kind, setting), way in ways.items():
+        peak = _measured(build, meta.device, way)
         fits = None if budget is None else peak <= budget
-        return Export(kind=kind, setting=setting, peak_bytes=peak, within_budget=fits, note=note)
-
-    untouched, _ = _measured(build, plan.meta.device, {})
-    saved = _saved(problem, plan, block)
-    peak, found = _measured(build, plan.meta.device, saved)
-    lost = sorted({op for ops in saved.values() for op in ops} - found)
-    note = f"eager runs no {', '.join(lost)}, so these are computed again" if lost else ""
-    rows = [row("policy", f"{len(saved)} blocks", peak, note)]
-    for n in (n for n in EVERY if n <= len(blocks)):
-        every: Saved = {path: {} for k, path in enumerate(blocks) if k % n == 0}
-        setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(every)}"
-        rows.append(row("layers", setting, _measured(build, plan.meta.device, every)[0]))
+        rows.append({"kind": kind, "setting": setting, "peak_bytes": peak, "within_budget": fits})
+    untouched, *rows = rows
     policy = FILE.format(
-        model=trace.meta.model,
-        peak=show_bytes(peak),
-        untouched=show_bytes(untouched),
-        saved=pformat({k: dict(v) for k, v in saved.items()}, width=110, sort_dicts=False),
+        model=meta.model,
+        peak=show_bytes(rows[0]["peak_bytes"]),
+        untouched=show_bytes(untouched["peak_bytes"]),
+        saved=pformat(saved, width=110, sort_dicts=False),
     )
-    planned = problem.replay(plan.actions).timeline.peak_allocated_bytes
-    return Exports(planned, untouched, tuple(rows), policy)
+    planned = problem.replay(given.actions).timeline.peak_allocated_bytes
+    told = {"plan_peak_bytes": planned, "untouched_peak_bytes": untouched["peak_bytes"], "policy": policy}
+    return {"budget_bytes": budget, **told, "exports": rows}
 
 
 def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
-    """Of each block, the calls whose results the plan saves: that are there when forward has ended.
-
-    Blocks of which the plan saves everything that backward reads are left alone.
-    """
+    """Of each block, the calls whose results the plan saves: that are there when forward has ended. Blocks of which it
+    saves everything that backward reads are left alone."""
     ops, schedule = problem.trace.ops, problem.replay(plan.actions).schedule
     there = schedule.made_by(schedule.forward_steps)
     seen: dict[str, Counter[str]] = defaultdict(Counter)
-    saved: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    whole: dict[str, bool] = defaultdict(lambda: True)
-    for op in range(problem.forward_end):
-        path = block.get(ops.module[op])
-        if path is None:
-            continue
-        makes, target = problem.creates[op], ops.target[op]
+    saved: dict[str, dict[str, tuple[int, ...]]] = {path: {} for path in block.values()}
+    partly = set()
+    for op in (op for op in range(problem.forward_end) if ops.module[op] in block):
+        path, makes, target = block[ops.module[op]], problem.creates[op], ops.target[op]
         if any(s in there for s in makes):
-            saved[path][target].append(seen[path][target])
-        whole[path] &= all(s in there for s in makes if problem.saved_by_default[s])
+            saved[path][target] = (*saved[path].get(target, ()), seen[path][target])
+        if any(s not in there for s in makes if problem.saved_by_default[s]):
+            partly.add(path)
         seen[path][target] += 1
-    partly = [path for path, all_of in whole.items() if not all_of]
-    return {path: {op: tuple(calls) for op, calls in saved[path].items()} for path in partly}
+    return {path: calls for path, calls in saved.items() if path in partly}
 
 
-def _measured(build: BuildStep, device: str, saved: Saved) -> tuple[int, set[str]]:
-    """The peak of the ordinary loop with these blocks checkpointed as the file does it, and which ops it saves."""
-    from torch.utils import checkpoint
-
-    found: set[str] = set()
-
-    def contexts(policy: Any) -> Any:
-        def noted(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = policy(ctx, op, *args, **kwargs)
-            if answer is checkpoint.CheckpointPolicy.MUST_SAVE:
-                found.add(str(op))
-            return answer
-
-        return checkpoint.create_selective_checkpoint_contexts(noted)
-
+def _measured(build: BuildStep, device: str, saved: Saved) -> int:
+    """The peak of the ordinary loop with these blocks checkpointed as the file does it."""
     made: dict[str, Any] = {}
-    exec(FILE.format(model="", peak="", untouched="", saved=dict(saved)), made)
-    made["create_selective_checkpoint_contexts"] = contexts
+    exec(FILE.format(model="", peak="", untouched="", saved=saved), made)
 
     def applied(device: str) -> TrainingStep:
         step = build.make(device)
         made["apply"](step.model)
         return step
 
-    return untouched_loop(replace(build, make=applied), device)[0], found
+    return untouched_loop(replace(build, make=applied), device)[0]

@@ -156,8 +156,6 @@ def run_plan(
 @commands.json_option
 def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output) -> None:
     """What PLAN comes to for those who keep their tools, each with the peak that it is predicted to need itself."""
-    from dataclasses import asdict
-
     from executor.exports import exports
     from executor.matching import check_trusted
     from traces.files.whole import write_text
@@ -167,19 +165,16 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
     check_trusted(plan, given.meta.model, model, trust)
     with stdout_free(out.as_json):
         made = exports(given, model)
-    if output is not None:
-        write_text(output, made.policy)
     lines = [
-        f"the plan {show_bytes(made.plan_peak_bytes)}; untouched {show_bytes(made.untouched_peak_bytes)}"
+        f"the plan {show_bytes(made['plan_peak_bytes'])}; untouched {show_bytes(made['untouched_peak_bytes'])}"
     ]
-    for e in made.exports:
-        fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[e.within_budget]
-        note = f"; {e.note}" if e.note else ""
-        lines.append(f"  {e.kind:26}{show_bytes(e.peak_bytes):>12}{fits}  {e.setting}{note}")
+    for e in made["exports"]:
+        fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[e["within_budget"]]
+        lines.append(f"  {e['kind']:26}{show_bytes(e['peak_bytes']):>12}{fits}  {e['setting']}")
     if output is not None:
+        write_text(output, made["policy"])
         lines.append(f"Next: from {output.stem} import apply; apply(model)")
-    told = {"plan": str(plan), "budget_bytes": given.budget_bytes, **asdict(made)}
-    out.show(lambda: told, lambda: "\n".join(lines))
+    out.show(lambda: {"plan": str(plan), **made}, lambda: "\n".join(lines))
 
 
 @execute.command()
