@@ -14,7 +14,6 @@ import statistics
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +22,7 @@ from executor.verification import Verification
 from tracer.environment import environment
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files.json_records import from_json
-from traces.isolated import forking, run_fresh
+from traces.isolated import run_fresh
 from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
 from traces.records.measurement import RunFigures, steady
 from traces.records.plan import Plan
@@ -71,11 +70,6 @@ class _Ready(NamedTuple):
 
     once: Once
     keep_all: Callable[[], Once] | None
-
-
-def sharing_imports(device: str) -> AbstractContextManager[None]:
-    """Within it jobs on the CPU are forks of a process that has imported torch. One that uses CUDA cannot be a fork."""
-    return nullcontext() if device.startswith("cuda") else forking("executor.verifying")
 
 
 def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:

@@ -18,7 +18,6 @@ from executor.measuring import (
     JobResult,
     predicted_figures,
     run_job,
-    sharing_imports,
 )
 from executor.verification import Verification
 from tracer.step.step import check_device
@@ -228,7 +227,7 @@ def measure(
         SpecError, PlanError, EnvironmentProblem, OutOfMemoryProblem: as `execute`.
     """
     settings = Settings(model=model, **how)
-    with tempfile.TemporaryDirectory() as folder, sharing_imports(settings.device):
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(plan) if isinstance(plan, str | Path) else plan.save(Path(folder) / "plan.json")
         return measure_plan(path, settings, say).measurement
 

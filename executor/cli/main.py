@@ -113,12 +113,10 @@ def run_plan(
     if rehearsed_on is not None:
         rehearse_plan(plan, settings.model, rehearsed_on, out)
         return
-    from executor.measuring import sharing_imports
     from executor.plans import measure_plan
     from traces.errors import BudgetError, VerificationError
 
-    with sharing_imports(settings.device):
-        outcome = measure_plan(plan, settings, out.say)
+    outcome = measure_plan(plan, settings, out.say)
     measurement = outcome.measurement
     if output is not None:
         measurement.save(output)
@@ -243,14 +241,12 @@ def sweep(directory: Path, analysis: str | None, trust: bool, settings: Settings
     The figures of each row are written into DIRECTORY/sweep.json.
     """
     from executor.matching import check_trusted
-    from executor.measuring import sharing_imports
     from executor.plans import measure_sweep
     from simulator.studies.sweep import Sweep
     from traces.errors import BudgetError, VerificationError
 
     check_trusted(directory, Sweep.load(directory / "sweep.json").model, "", trust)
-    with sharing_imports(settings.device):
-        table, outcomes = measure_sweep(directory, settings, out.say)
+    table, outcomes = measure_sweep(directory, settings, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 

@@ -27,18 +27,19 @@ from typing import Any
 
 import click
 
+from executor.cli.rehearse import APPLY
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.step import untouched_fit
 from simulator.prediction.warnings import warnings
 from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
-from tests.bench.forked import Forked
 from tracer import trace
 from tracer.rehearsal.record import ASSUMED, Rehearsal
+from tracer.rehearsal.run import rehearse
 from traces.errors import LowtideError
 from traces.provenance import REHEARSED
-from traces.records.measurement import RunFigures
+from traces.records.measurement import ITERATIONS, RunFigures
 from traces.records.plan import Plan
 
 ARCHITECTURES = Path("tests/bench/architectures.py")
@@ -83,9 +84,17 @@ on both sides. `*`: no plan is so small, so the plan is the smallest that the pl
 """
 
 
-def rows_of(
-    forked: Forked, model: str, gpu: str, amp: str, budgets: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+def rehearsed(
+    model: str, gpu: str, options: dict[str, Any], plan: Path | None = None, iterations: int = ITERATIONS
+) -> Rehearsal:
+    """The rehearsal of one step; raises LowtideError if the GPU's memory does not suffice."""
+    found = rehearse(model, gpu, options=options, plan=plan, apply=APPLY, iterations=iterations)
+    if found.out_of_memory:
+        raise LowtideError(found.out_of_memory)
+    return found
+
+
+def rows_of(model: str, gpu: str, amp: str, budgets: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The untouched step of one model, and its planned ones."""
     options = {**MODELS.get(model, {}), **({"amp": amp} if amp else {})}
     key = {"model": model.rpartition(":")[2], "gpu": gpu, "amp": amp}
@@ -94,14 +103,14 @@ def rows_of(
     predicted = api.simulate(problem)
     said = [w.code for w in warnings(predicted)]
     counted = {"counted": bool(recorded.meta.untouched_peak_bytes), "warnings": said}
-    found = forked.rehearse(model, gpu, options)
+    found = rehearsed(model, gpu, options)
     yield {**key, "way": UNTOUCHED, **counted, **beside(untouched_fit(predicted).figures(), found)}
     whole = predicted.saved_figures.peak_allocated_bytes
     for budget in budgets:
         plan, moved = plan_near(problem, budget)
         with tempfile.TemporaryDirectory() as folder:
             path = plan.save(Path(folder) / "plan.json")
-            found = forked.rehearse(model, gpu, options, plan=str(path.absolute()))
+            found = rehearsed(model, gpu, options, path.absolute())
         figures = api.simulate(problem, plan).planned_figures
         share = round(100 * figures.peak_allocated_bytes / whole, 1)
         within = found.figures.peak_allocated_bytes <= (plan.budget_bytes or 0)
@@ -239,14 +248,13 @@ def main(
     if output and output.exists():
         rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     done = {tuple(r[k] for k in KEYS) for r in rows if untouched or r["way"] != UNTOUCHED}
-    forked = Forked()
     for model, gpu, amp, budgets in _asked(models, gpus, amps):
         key = (model.rpartition(":")[2], gpu, amp)
         if key in done:
             continue
         rows = [r for r in rows if tuple(r[k] for k in KEYS) != key]
         try:
-            for row in rows_of(forked, model, gpu, amp, () if untouched else budgets):
+            for row in rows_of(model, gpu, amp, () if untouched else budgets):
                 rows.append(row)
                 click.echo(json.dumps(row), err=True)
         except (LowtideError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -256,7 +264,6 @@ def main(
             click.echo(f"{' '.join(key)}: {text}", err=True)
         if output:
             output.write_text(_written(rows), encoding="utf-8")
-    forked.close()
     if table:
         table.write_text(page_of(rows), encoding="utf-8")
     click.echo(_written(rows) if as_json else summaries(rows) + "\n" + markdown(rows))

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from traces.errors import (
     OutOfMemoryProblem,
     is_out_of_memory,
 )
-from traces.isolated import error_json, forking, run_fresh
+from traces.isolated import error_json, run_fresh
 
 Run = Callable[..., dict[str, object]]
 
@@ -33,7 +33,7 @@ def do(value, limit_bytes=0):
 """
 
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a killed command leaves its process")
 
 
 @pytest.fixture
@@ -48,16 +48,6 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-@pytest.fixture(params=["fresh", pytest.param("forked", marks=LINUX)])
-def module(served: Run, request: pytest.FixtureRequest) -> Iterator[Run]:
-    """The same, of a fresh process and of a fork: both are told of in the same words."""
-    if request.param == "fresh":
-        yield served
-    else:
-        with forking("traces.errors"):
-            yield served
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -68,114 +58,60 @@ def module(served: Run, request: pytest.FixtureRequest) -> Iterator[Run]:
         """import warnings; warnings.warn('old')""",
     ],
 )
-def test_the_answer_comes_back_whatever_the_model_prints(module: Run, body: str) -> None:
-    assert module(body) == {"got": 7}
+def test_the_answer_comes_back_whatever_the_model_prints(served: Run, body: str) -> None:
+    assert served(body) == {"got": 7}
 
 
 @pytest.mark.parametrize("printed", ["", """print('{"loss": 1}', flush=True); """])
-def test_a_death_is_told_with_the_end_of_what_was_said(module: Run, printed: str) -> None:
+def test_a_death_is_told_with_the_end_of_what_was_said(served: Run, printed: str) -> None:
     """A model that prints JSON itself is no answer."""
     said = printed + "os.write(2, b'cannot go on'); os._exit(3)"
     with pytest.raises(EnvironmentProblem, match="that did it ended with code 3 and no result: cannot go on"):
-        module(said)
+        served(said)
 
 
-def test_a_killed_process_may_have_run_out_of_memory(module: Run) -> None:
+def test_a_killed_process_may_have_run_out_of_memory(served: Run) -> None:
     with pytest.raises(OutOfMemoryProblem, match="killed"):
-        module("os.kill(os.getpid(), 9)")
+        served("os.kill(os.getpid(), 9)")
 
 
-def test_errors_of_users_come_back_as_they_were(module: Run) -> None:
+def test_errors_of_users_come_back_as_they_were(served: Run) -> None:
     with pytest.raises(LowtideError, match=r"^no such plan\.$") as caught:
-        module("raise PlanError('no such plan.')")
+        served("raise PlanError('no such plan.')")
     assert caught.value.exit_code == 2
     with pytest.raises(OutOfMemoryProblem):
-        module("raise MemoryError")
+        served("raise MemoryError")
     with pytest.raises(EnvironmentProblem, match="ZeroDivisionError"):
-        module("1 / 0")
+        served("1 / 0")
 
 
-def test_a_process_that_takes_too_long_is_ended(module: Run, tmp_path: Path) -> None:
+def test_a_process_that_takes_too_long_is_ended(served: Run, tmp_path: Path) -> None:
     (tmp_path / "lowtide_slow.py").write_text("import time; do = lambda: time.sleep(60)")
     with pytest.raises(EnvironmentProblem, match="took longer than 1 s"):
         run_fresh("lowtide_slow:do", {}, what="slept", timeout_s=1)
 
 
-# What a fork finds of the process that made it, and of the forks before it.
-FOUND = """import lowtide_before as it; it.runs += 1; \
-    return {"got": [it.pid, it.variable, it.runs, os.getpid(), os.getcwd(), os.environ["LOWTIDE_TEST"]]}"""
-BEFORE = "import os; pid = os.getpid(); variable = os.environ['LOWTIDE_TEST']; runs = 0"
-
-
-@LINUX
-def test_forks_share_imports_and_nothing_else(
-    served: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An environment or directory of its own has a process of its own, which ends with the block."""
-    (tmp_path / "lowtide_before.py").write_text(BEFORE)
-
-    def found() -> tuple[int, ...]:
-        pid, variable, runs, own, cwd, now = served(FOUND)["got"]  # type: ignore[misc]
-        assert (variable, runs, cwd, now) == (os.environ["LOWTIDE_TEST"], 1, os.getcwd(), variable)
-        assert pid != own
-        return pid, own
-
-    monkeypatch.setenv("LOWTIDE_TEST", "1")
-    with forking("lowtide_before"):
-        first, second = found(), found()
-        assert first[0] == second[0]
-        assert first[1] != second[1]
-        with pytest.raises(OutOfMemoryProblem):
-            served("os.kill(os.getpid(), 9)")
-        assert found()[0] == first[0]
-        with pytest.raises(
-            OutOfMemoryProblem, match="killed"
-        ):  # Linux may choose it, which dies with its fork
-            served(f"os.kill({first[0]}, 9); import time; time.sleep(60)")
-        again = found()
-        monkeypatch.setenv("LOWTIDE_TEST", "2")
-        other = found()
-        (tmp_path / "other").mkdir()
-        monkeypatch.chdir(tmp_path / "other")
-        last = found()
-        assert len({first[0], again[0], other[0], last[0]}) == 4
-        assert all(alive(x[0]) for x in (again, other, last))
-        assert not alive(first[0])
-    assert not any(alive(x[0]) for x in (again, other, last))
-
-
-@LINUX
-def test_imports_that_fail_are_told(served: Run, tmp_path: Path) -> None:
-    (tmp_path / "lowtide_broken.py").write_text("raise OSError('no such library')")
-    with (
-        forking("lowtide_broken"),
-        pytest.raises(EnvironmentProblem, match=r"ended with code 1 and no result: .*no such library"),
-    ):
-        served("pass")
-
-
 @LINUX
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_command_that_ends_leaves_no_fork_behind(served: Run, tmp_path: Path, how: signal.Signals) -> None:
+def test_a_command_that_ends_leaves_no_process_behind(
+    served: Run, tmp_path: Path, how: signal.Signals
+) -> None:
     note = tmp_path / "pids"
-    sleeping = (
-        f"open({str(note)!r}, 'w').write(f'{{os.getppid()}} {{os.getpid()}} '); import time; time.sleep(60)"
-    )
+    sleeping = f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} '); import time; time.sleep(60)"
     (tmp_path / "lowtide_sleeps.py").write_text(f"import os\ndef do():\n    {sleeping}")
     # A shell's job in the background ignores SIGINT, and so would all that it starts.
     code = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from traces.isolated import forking, run_fresh
-with forking("traces.errors"):
-    run_fresh("lowtide_sleeps:do", {}, what="slept")
+from traces.isolated import run_fresh
+run_fresh("lowtide_sleeps:do", {}, what="slept")
 """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, str(tmp_path)])
     command = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL
     )
-    while not note.exists() or note.read_text().count(" ") < 2:
+    while not note.exists() or not note.read_text():
         time.sleep(0.02)
     command.send_signal(how)
     command.wait()
@@ -186,7 +122,7 @@ with forking("traces.errors"):
         time.sleep(0.02)
     for pid in filter(alive, left):
         os.kill(pid, signal.SIGKILL)
-    pytest.fail("a fork outlived the command")
+    pytest.fail("a process outlived the command")
 
 
 def alive(pid: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ pytest.importorskip("transformers")
 
 from simulator import api
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
-from tests.bench.forked import Forked
+from tests.bench.rehearsed import rehearsed as run
 from tracer import trace
 from tracer.rehearsal.record import Rehearsal
 from traces.records.store import load
@@ -41,31 +40,23 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Forked]:
-    """Rehearsals in forks of one process, since most of a rehearsal's own time is imports."""
-    made = Forked()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_predicted_is_rehearsed(model: str, loop: str, forked: Forked) -> None:
+def test_predicted_is_rehearsed(model: str, loop: str) -> None:
     """Requested, in blocks and reserved."""
-    check(forked, model, {**MODELS[model], **LOOPS[loop]})
+    check(model, {**MODELS[model], **LOOPS[loop]})
 
 
 @pytest.mark.parametrize("model", ["resnet18", "bert-tiny"])
-def test_predicted_is_rehearsed_in_bfloat16(model: str, forked: Forked) -> None:
+def test_predicted_is_rehearsed_in_bfloat16(model: str) -> None:
     """The casts of weights go when autocast ends."""
-    check(forked, model, {**MODELS[model], "amp": "bfloat16"})
+    check(model, {**MODELS[model], "amp": "bfloat16"})
 
 
-def check(forked: Forked, model: str, options: dict[str, Any], recorded: Trace | None = None) -> None:
+def check(model: str, options: dict[str, Any], recorded: Trace | None = None) -> None:
     recorded = recorded or trace(model, target=GPU, profile=False, **options)
     predicted = untouched_peaks(api.simulate(recorded))
-    found = forked.rehearse(model, GPU, options, iterations=4)
+    found = run(model, GPU, options, iterations=4)
     alike(predicted, found)
     for phase, theirs in found.iterations[-1].phases.items():
         assert predicted.phases[phase].peak_allocated_bytes == theirs.requested_bytes, phase
@@ -111,10 +102,10 @@ def build():
 """
 
 
-def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path, forked: Forked) -> None:
+def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path) -> None:
     """Parts, autocast, a gradient scaler, several losses, clipping, gradients that stay."""
     (tmp_path / "mine.py").write_text(OWN)
-    check(forked, f"{tmp_path / 'mine.py'}:build", {})
+    check(f"{tmp_path / 'mine.py'}:build", {})
 
 
 @pytest.mark.parametrize(
@@ -127,18 +118,18 @@ def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path, forked: Forked) -
         "Adagrad({})",
     ],
 )
-def test_state_of_several_groups_of_parameters(tmp_path: Path, optimizer: str, forked: Forked) -> None:
+def test_state_of_several_groups_of_parameters(tmp_path: Path, optimizer: str) -> None:
     """torch's own make the state of a group when they come to it, with the first update of a parameter, or at once."""
     groups = "[{'params': [p for p in model.parameters() if p.dim() == n]} for n in (1, 2)]"
     own = OWN.replace("AdamW(model.parameters())", optimizer.format(groups))
     own = own.replace("Linear(4096, 1024)", "Linear(4096, 256)").replace("1024))", "256))")
     own = own.replace('"step": step, "scaler": scaler', '"loss": F.mse_loss')
     (tmp_path / "mine.py").write_text(own.replace("batch = [", "batch, _ = ["))
-    check(forked, f"{tmp_path / 'mine.py'}:build", {"clip_grad_norm": 1.0, "zero_grad": "after"})
+    check(f"{tmp_path / 'mine.py'}:build", {"clip_grad_norm": 1.0, "zero_grad": "after"})
 
 
 @pytest.mark.parametrize("to_none", [False, True])
-def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool, forked: Forked) -> None:
+def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool) -> None:
     """Its gradients add up over two parts, and stay or not."""
     deep = "for _ in range(4): x = x + self.b(F.gelu(self.a(x)))\n        return x"
     own = OWN.replace("return self.b(F.gelu(self.a(x)))", deep)
@@ -148,16 +139,14 @@ def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool, forke
     plan = api.plan(found, "90%", seconds=1)
     assert plan.actions
     path = plan.save(tmp_path / "plan.json")
-    rehearsed = forked.rehearse(model, GPU, {}, plan=str(path), iterations=4)
+    rehearsed = run(model, GPU, {}, path, iterations=4)
     alike(planned_peaks(api.simulate(found, plan)), rehearsed)
 
 
 @pytest.mark.parametrize(
     "words", [("mine.py:build",), ("resnet18", "--batch-size", "8", "--accumulate", "2")]
 )
-def test_a_trace_that_is_made_there_is_of_such_a_loop(
-    tmp_path: Path, words: tuple[str, ...], forked: Forked
-) -> None:
+def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     command = [sys.executable, "-m", "executor", "rehearse", "--gpu", GPU, "--", "trace", *words]
     subprocess.run(
@@ -167,7 +156,7 @@ def test_a_trace_that_is_made_there_is_of_such_a_loop(
     recorded = load(tmp_path / "t")
     assert recorded.meta.mode == "rehearsed"
     model = str(tmp_path / words[0]) if len(words) == 1 else words[0]
-    check(forked, model, {"batch_size": 8, "accumulate": 2} if len(words) > 1 else {}, recorded)
+    check(model, {"batch_size": 8, "accumulate": 2} if len(words) > 1 else {}, recorded)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +168,12 @@ def test_a_trace_that_is_made_there_is_of_such_a_loop(
         {"zero_grad": "none"},
     ],
 )
-def test_a_plan_in_a_loop_whose_gradients_add_up(
-    tmp_path: Path, loop: dict[str, Any], forked: Forked
-) -> None:
+def test_a_plan_in_a_loop_whose_gradients_add_up(tmp_path: Path, loop: dict[str, Any]) -> None:
     """In every iteration, from the first part of the first on."""
     options = {"batch_size": 16, **loop}
     found = trace("resnet18", target=GPU, profile=False, **options)
     plan = api.plan(found, "85%", seconds=1)
     assert plan.actions
     path = plan.save(tmp_path / "plan.json")
-    rehearsed = forked.rehearse("resnet18", GPU, options, plan=str(path), iterations=4)
+    rehearsed = run("resnet18", GPU, options, path, iterations=4)
     alike(planned_peaks(api.simulate(found, plan)), rehearsed)
