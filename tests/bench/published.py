@@ -69,7 +69,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def rehearsed(row: Mapping[str, Any]) -> dict[str, int]:
     """The loop as it was measured, on the null driver."""
-    arguments = (row.get("loop_build", row["build"]), row["loop"], *row.get("arguments", ()))
+    arguments = (row["build"], row["loop"], *row.get("arguments", ()))
     iterations = row["iterations"]
     found = _rehearsal(row["gpu"], iterations, arguments)
     phases = found.iterations[iterations - 1].phases

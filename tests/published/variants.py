@@ -173,14 +173,6 @@ def kk512_transposed() -> dict[str, Any]:
     return made
 
 
-def kk512_transposed_no_optimizer() -> dict[str, Any]:
-    return {**kk512_transposed(), "optimizer": None}
-
-
-def kk512_no_optimizer() -> dict[str, Any]:
-    return {**kk512(), "optimizer": None}
-
-
 def kk512_forward() -> dict[str, Any]:
     return {**kk512(), "loss": _sum, "optimizer": None}
 
@@ -288,22 +280,6 @@ class Attention(nn.Module):
 def silmont_attention() -> dict[str, Any]:
     q, k, v = (torch.randn(8, 4096, 16, requires_grad=True) for _ in range(3))
     return {"model": Attention(), "batch": {"q": q, "k": k, "v": v}, "loss": _sum, "optimizer": None}
-
-
-class OfParameters(Attention):
-    """The same step where what has gradients is the model's own."""
-
-    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.given = nn.ParameterDict(batch)
-
-    def forward(self, nothing: None) -> torch.Tensor:
-        return super().forward(**self.given)
-
-
-def silmont_attention_parameters() -> dict[str, Any]:
-    made = silmont_attention()
-    return {**made, "model": OfParameters(made["batch"]), "batch": {"nothing": None}}
 
 
 def ack_llama8() -> dict[str, Any]:
