@@ -56,6 +56,14 @@ def test_recomputation_is_charged_with_all_that_its_chain_holds() -> None:
     assert Problem(of).replay(alone).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 9
 
 
+def test_views_run_again_cost_no_time_and_are_not_counted() -> None:
+    ops = [fwd({"x": 4}, "w", time_ns=5), fwd({}, "x", view="v", time_ns=2), bwd({"g": 4}, "v", time_ns=1)]
+    of = trace(ops, {"w": 4})
+    timeline = Problem(of).replay([Action(storage=1)]).timeline
+    assert timeline.step_time_ns == 5 + 2 + 1 + 5
+    assert timeline.recomputed_ops == 1
+
+
 def test_breakdown_names_categories_and_the_workspace_of_the_running_op() -> None:
     of = trace(
         [fwd({"x": 10}, "w", "m"), bwd({"g": 7}, "x", events=(9, 7, -9))],
