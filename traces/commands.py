@@ -1,4 +1,4 @@
-"""What the three command lines share: a default command, errors as messages and exit codes, one JSON object."""
+"""Share between the three command lines: a default command, errors as messages and exit codes, one JSON object."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ReportFile(OutputFile):
 
 
 def _installed(module: str) -> bool:
-    """Whether a module can be found; it is not loaded."""
+    """Return whether a module can be found; it is not loaded."""
     try:
         return find_spec(module) is not None
     except ImportError:  # from a finder that refuses it
@@ -235,7 +235,7 @@ def print_json(data: dict[str, Any], indent: int | None = 1) -> None:
 
 @contextlib.contextmanager
 def stdout_free(as_json: bool) -> Iterator[None]:
-    """What the user's code prints in the body, that of its child processes included, goes to stderr with `as_json`, and
+    """Send what the user's code prints in the body to stderr with `as_json`, that of its child processes included, and
     what it prints when the process ends.
 
     So stdout holds the one JSON object and nothing else.
@@ -264,7 +264,7 @@ def _stdout_ends() -> None:
 
 
 def _finite(data: Any) -> Any:
-    """The same with None in place of infinities and NaN, which Python writes and other readers of JSON refuse."""
+    """Replace infinities and NaN, which Python writes and other readers of JSON refuse, by None."""
     if isinstance(data, Mapping):
         return {k: _finite(v) for k, v in data.items()}
     if isinstance(data, list | tuple):

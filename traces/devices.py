@@ -55,7 +55,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What a multiprocessor of a compute capability can hold at once."""
+    """The most that a multiprocessor of a compute capability can hold at once."""
 
     threads: int
     blocks: int
@@ -65,7 +65,7 @@ class Architecture:
 
 @cache
 def _table() -> dict[str, list[dict[str, Any]]]:
-    """What `devices.toml` holds."""
+    """Return what `devices.toml` holds."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -111,7 +111,7 @@ def device(name: str) -> Device:
 
 
 def architecture(gpu: Device) -> Architecture:
-    """What a multiprocessor of the device holds; SpecError if it is no GPU whose compute capability is known."""
+    """Return what a multiprocessor of the device holds; SpecError if it is no GPU whose compute capability is known."""
     for row in _table()["architecture"]:
         if tuple(row["sm"]) == gpu.sm:
             return Architecture(**{f.name: row[f.name] for f in fields(Architecture)})

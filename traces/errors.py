@@ -71,7 +71,7 @@ class VerificationError(LowtideError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one behind it, says that memory ran out."""
+    """Return whether an error, or one behind it, says that memory ran out."""
     return any(
         isinstance(e, MemoryError)
         or type(e).__name__ == "OutOfMemoryError"

@@ -113,7 +113,7 @@ def serve(function: str) -> None:
 
 
 def error_json(error: Exception) -> dict[str, Any] | None:
-    """What the process prints for an error that a user can cause; None: a defect, whose traceback should be seen."""
+    """Return what the process prints for a user's error; None: a defect, whose traceback should be seen."""
     if is_out_of_memory(error):
         text = " ".join(str(error).split())[:400] or type(error).__name__
         told = text if isinstance(error, OutOfMemoryProblem) else f"out of memory: {text}"

@@ -1,4 +1,4 @@
-"""What names a model: a name that `trace` knows, a function in the user's own file, or the class of one in hand."""
+"""Name a model: by a name that `trace` knows, a function in the user's own file, or the class of one in hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _places(parts: list[str]) -> list[Path]:
 
 
 def is_build_function(model: str) -> bool:
-    """Whether a model is a function in the user's own file, and not known by its name."""
+    """Return whether a model is a function in the user's own file, and not known by its name."""
     return split_reference(model) is not None
 
 
@@ -52,7 +52,7 @@ def source_file(model: str) -> Path | None:
 
 
 def short_name(model: str) -> str:
-    """What files and labels call a model: a known one's name, that of the user's file without its folder, a class's."""
+    """Return what files and labels call a model: its name, the user's file without its folder, or the class."""
     model = model.removeprefix(IN_HAND)
     if model.startswith(HF):
         path = Path(model.removeprefix(HF)).absolute()

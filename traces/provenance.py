@@ -28,7 +28,7 @@ def own_files(*endings: str) -> list[Path]:
 
 
 def rehearsing() -> bool:
-    """Whether this process and those that it starts run on the null driver, where nothing can be measured."""
+    """Return whether this process and those that it starts run on the null driver, where nothing can be measured."""
     return NAME in os.environ
 
 

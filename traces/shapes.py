@@ -84,7 +84,7 @@ class Shapes:
 
 
 def label(options: Mapping[str, Any]) -> str:
-    """What files call the sizes among some options: b16-s512."""
+    """Return what files call the sizes among some options: b16-s512."""
     return "-".join(f"{mark}{options[k]}" for k, mark in MARKS.items() if k in options)
 
 

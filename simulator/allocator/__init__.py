@@ -1,1 +1,1 @@
-"""What CUDA's caching allocator allocates and reserves for a sequence of allocations and frees."""
+"""Simulate CUDA's caching allocator: what it allocates and reserves for a sequence of allocations and frees."""

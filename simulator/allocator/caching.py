@@ -47,7 +47,7 @@ class OutOfMemory(LowtideError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorFigures:
-    """What torch.cuda.memory_stats() would say; blocks are what it calls allocated."""
+    """The figures of torch.cuda.memory_stats(); blocks are what it calls allocated."""
 
     block_bytes: int
     requested_bytes: int
@@ -367,7 +367,7 @@ class Allocator:
     # The driver's side: segments and mapped pages
 
     def segment_bytes(self, size: int, small: bool) -> int:
-        """Of the segment that a block of this size would need if it got one of its own."""
+        """Return the size of the segment that a block of this size would need if it got one of its own."""
         if small:
             return SMALL_SEGMENT_BYTES
         if size < LARGE_REQUEST_BYTES:
@@ -508,7 +508,7 @@ class Allocator:
 
 
 def _grown(block: Block) -> int:
-    """What a block can grow to: its own size and the unmapped pages behind it."""
+    """Return what a block can grow to: its own size and the unmapped pages behind it."""
     if block.next is not None and not block.next.mapped:
         return block.size + block.next.size
     return block.size

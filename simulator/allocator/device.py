@@ -26,7 +26,7 @@ class DeviceMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """What is left for the allocator; at least nothing."""
+        """The bytes left for the allocator; at least 0."""
         return max(0, self.memory_bytes - self.context_bytes - self.reserve_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class DeviceMemory:
         return ", ".join(parts)
 
     def room(self) -> str:
-        """What `describe` says, and what that leaves to use."""
+        """`describe`, and what that leaves to use."""
         left = f": {show_bytes(self.usable_bytes)} to use" if self.usable_bytes != self.memory_bytes else ""
         return self.describe() + left
 
@@ -63,7 +63,7 @@ def device_memory(
     context: str | None = None,
     reserve: str | None = None,
 ) -> DeviceMemory | None:
-    """What the user named; None if that is nothing.
+    """Return the memory that the user named; None if that is nothing.
 
     Args:
         kind: of the trace that is to fit, cuda or cpu; None: as the device is, and a size alone is of a CPU.

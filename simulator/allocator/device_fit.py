@@ -31,7 +31,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFit:
-    """What one schedule needs of a device. On a GPU reserved memory decides, on a CPU allocated memory."""
+    """The needs of one schedule beside a device. On a GPU reserved memory decides, on a CPU allocated memory."""
 
     peak_allocated_bytes: int
     # On the device that was named, if it fits there; else with as much as it asks for. None: no caching allocator.
@@ -53,7 +53,7 @@ class DeviceFit:
 
     @property
     def left_bytes(self) -> int | None:
-        """What the device has left; None if it does not fit, or none was named."""
+        """The bytes that the device has left; None if it does not fit, or none was named."""
         if self.device is None or self.out_of_memory:
             return None
         return max(0, self.device.usable_bytes - self.needs_bytes)
@@ -74,7 +74,7 @@ class DeviceFit:
         )
 
     def allocator(self) -> dict[str, Any] | None:
-        """What the allocator does, as JSON; None where there is none."""
+        """The allocator's figures as JSON; None where there is none."""
         f = self.reserved
         if f is None:
             return None
@@ -114,7 +114,7 @@ def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMem
 
 
 def asking_ahead(setting: Setting, nbytes: int) -> Setting:
-    """The same, but that so much is asked for in one piece, and given back, before the first step."""
+    """Return the same setting, except that so much is asked for in one piece, and given back, before the first step."""
     settings = setting.settings
     return setting if settings is None else replace(setting, settings=replace(settings, ahead_bytes=nbytes))
 
@@ -144,7 +144,7 @@ def device_fit(
     peak_bytes: int | None = None,
     requests: Requests | None = None,
 ) -> DeviceFit:
-    """What a schedule needs under a setting, and whether that fits the setting's device.
+    """Return what a schedule needs under a setting, and whether that fits the setting's device.
 
     Args:
         problem, replay: the step, and the schedule with its timeline.

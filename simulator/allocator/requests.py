@@ -1,4 +1,4 @@
-"""What a Schedule asks of CUDA's caching allocator, in order: the sizes, and what is given back.
+"""List what a Schedule asks of CUDA's caching allocator, in order: the sizes, and what is given back.
 
 Parameters and buffers come first, as `model.to` moves them, then the batch, by id. Optimizer state comes when the first
 optimizer step begins, and stays; a library's workspace in the first op that uses it. An op allocates and frees as its
@@ -37,7 +37,7 @@ MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """What one iteration asks, as columns, and what is asked once."""
+    """The requests of one iteration, as columns, and those that are made once."""
 
     # Bytes of what is there before the first iteration; ~k: the k-th of them is given back.
     residents: tuple[int, ...]
@@ -99,7 +99,7 @@ def _requests_of(problem: Problem, schedule: Schedule) -> Requests:
 
 
 def _parts_of(trace: Trace) -> tuple[int, bool]:
-    """Of how many parts an iteration is whose gradients add up, and whether these stay for the next."""
+    """Return of how many parts an iteration is whose gradients add up, and whether these stay for the next."""
     options, of = trace.meta.options, trace.untouched
     parts, stay = options.get("accumulate", 1), options.get("zero_grad") in ("keep", "none")
     if trace.meta.loop == OWN_LOOP and GRADIENT in trace.storages.category and of.block:
@@ -146,7 +146,7 @@ def phases_of(trace: Trace, schedule: Schedule) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one run of an op asks, whenever it runs."""
+    """The requests of one run of an op, whenever it runs."""
 
     asks: tuple[int, ...]  # bytes of a new block; ~k: the k-th of them is given back
     made: tuple[tuple[int, int], ...]  # outputs in order: storage and block; TAKEN: what was its input's
@@ -157,7 +157,7 @@ TAKEN: Final = -1
 
 
 def asked_by(problem: Problem, op: int, taken: int) -> Asked:
-    """What an op asks if it takes over the memory of that storage, or of none (-1)."""
+    """Return what an op asks if it takes over the memory of that storage, or of none (-1)."""
     return problem.once(("asked", op, taken), lambda p: _asked_by(p, op, taken))
 
 
@@ -298,7 +298,9 @@ class Residents:
 
     @classmethod
     def of(cls, trace: Trace, *, gradients: bool = True) -> Residents:
-        """Those of a trace; without `gradients`, none that an earlier part of the iteration left or one before it."""
+        """Return those of a trace; without `gradients`, none that an earlier part of the iteration left or one before
+        it.
+        """
         sts = trace.storages
         residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
         place = {s: k for k, s in enumerate(trace.meta.moved)}
@@ -316,7 +318,9 @@ class Residents:
 
 
 def _moved(trace: Trace, storages: Sequence[int]) -> tuple[int, ...]:
-    """What is asked for while they come to the GPU: of weights that are flattened there each first, then the whole."""
+    """Return what is asked for while they come to the GPU: of weights that are flattened there each first, then the
+    whole.
+    """
     parts = {s: sizes for s, *sizes in trace.meta.flattened}
     asked: list[int] = []
     count = 0

@@ -18,7 +18,7 @@ PEAKS = ("peak_block_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedFigures:
-    """What torch.cuda.memory_stats() would say, with the peaks reset before each iteration."""
+    """The figures of torch.cuda.memory_stats(), with the peaks reset before each iteration."""
 
     iterations: tuple[AllocatorFigures, ...]  # up to the first that repeats the one before it
     segment_requests: int  # in all iterations; fragmentation that grows shows as requests after the first
@@ -36,17 +36,17 @@ class ReservedFigures:
 
     @property
     def peak_requested_bytes(self) -> int:
-        """Of the last iteration; tensors alone."""
+        """The last iteration's peak of requested bytes; tensors alone."""
         return self.iterations[-1].peak_requested_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Of the last iteration."""
+        """The last iteration's peak of reserved bytes."""
         return self.iterations[-1].peak_reserved_bytes
 
     @property
     def highest_reserved_bytes(self) -> int:
-        """Of all iterations; more than that of the last only if memory ran short and was given back."""
+        """The highest of all iterations; more than the last one's only if memory ran short and was given back."""
         return max(i.peak_reserved_bytes for i in self.iterations)
 
     @property
@@ -114,7 +114,7 @@ def reserved_over(
     settings: AllocatorSettings | None = None,
     device_memory_bytes: int | None = None,
 ) -> tuple[AllocatorFigures, ...]:
-    """What iterations that differ come to, one after the other in one allocator, with the peaks of each.
+    """Return what iterations that differ come to, one after the other in one allocator, with the peaks of each.
 
     Args:
         iterations: what each asks, of which the first makes the optimizer's state.

@@ -48,7 +48,7 @@ NOT_SIMULATED: Final = ("per_process_memory_fraction", "throw_on_cudamalloc_oom"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What decides how the allocator rounds, splits, grows and gives back. Sizes in bytes."""
+    """The settings by which the allocator rounds, splits, grows and gives back. Sizes in bytes."""
 
     max_split_bytes: int = UNLIMITED
     max_non_split_rounding_bytes: int = 20 * MIB
@@ -104,7 +104,7 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
 
 
 def as_in(settings: AllocatorSettings, torch_version: str) -> AllocatorSettings:
-    """The same settings under the rules of a version of torch; the newest rules if it is not known."""
+    """Return the same settings under the rules of a version of torch; the newest rules if it is not known."""
     numbers = re.match(r"(\d+)\.(\d+)", torch_version)
     version = (2, 13) if numbers is None else (int(numbers[1]), int(numbers[2]))
     ties = OLDER_SEGMENT if version > (2, 12) else OLDER_BLOCK if version == (2, 12) else LOWEST_ADDRESS

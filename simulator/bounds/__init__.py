@@ -1,1 +1,1 @@
-"""What no plan within a budget can beat, certified."""
+"""Certify what no plan within a budget can beat."""

@@ -66,7 +66,7 @@ NOTHING = "no instant shows that anything must be computed again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What every plan within a budget must add at least."""
+    """The least time that every plan within a budget must add."""
 
     budget_bytes: int
     feasible: bool  # False: certainly no plan fits; True: none of the instants looked at rules one out
@@ -146,13 +146,13 @@ class Bounder:
         return self.instants.floor
 
     def shown_ns(self, budget_bytes: int, but: Collection[str]) -> int:
-        """What the instants looked at so far show, but for ops of these names; 0 if none fits at one."""
+        """Return what the instants looked at so far show, but for ops of these names; 0 if none fits at one."""
         name = self.trace.ops.name
         looked_at = (x for x in self.instants.known if x.op == TURN or name[x.op] not in but)
         return max((added[0] for x in looked_at if (added := x.added(budget_bytes))), default=0)
 
     def quick_ns(self, budget_bytes: int, enough_ns: int) -> int:
-        """What instants by themselves show that every plan within the budget adds; ends where that is enough."""
+        """Return what instants by themselves show that every plan within the budget adds; ends where that is enough."""
         most_ns = 0
         for op in self.instants.overfull(budget_bytes):
             most_ns = max(most_ns, *(self.instants.at(op).added(budget_bytes) or (0,))[:1])

@@ -1,4 +1,4 @@
-"""What single instants of the step demand of every plan: bytes, and added time per byte saved.
+"""Work out what single instants of the step demand of every plan: bytes, and added time per byte saved.
 
 The argument for it stands in `simulator.bounds.bound`.
 """
@@ -28,7 +28,7 @@ MOST_INSTANTS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """What one instant demands: the free capacity is the budget less `unavoidable_bytes`."""
+    """One instant's demands: the free capacity is the budget less `unavoidable_bytes`."""
 
     op: int
     unavoidable_bytes: int
@@ -59,7 +59,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is in memory at an instant whatever the plan, and what is wanted after it, by storage id."""
+    """The storages in memory at an instant whatever the plan, and those wanted after it, by id."""
 
     unavoidable_bytes: int
     wanted: NDArray[np.bool_]
@@ -115,7 +115,9 @@ class Instants:
         self._weigh(reader, read)
 
     def _weigh(self, reader: NDArray[np.int64], read: NDArray[np.int64]) -> None:
-        """What is in memory whatever the plan: before each op, by what each op reads beyond that, and at each op."""
+        """Return what is in memory whatever the plan: before each op, by what each op reads beyond that, and at each
+        op.
+        """
         ops, sizes = self.trace.ops, self.nbytes
         begin, end = self.producer + 1, self.until + 1
         lasts = (begin > 0) & (begin < end)
@@ -141,7 +143,7 @@ class Instants:
                 self.unavoidable_bytes[i] -= self.trace.storages.nbytes[s]
 
     def sure(self, s: int, gap: int) -> bool:
-        """Whether a storage is in memory in the gap before an op whatever the plan."""
+        """Return whether a storage is in memory in the gap before an op whatever the plan."""
         producer = self.trace.storages.producer[s]
         return producer < 0 or (producer < gap and self.forced_until[s] >= gap)
 
@@ -177,7 +179,7 @@ class Instants:
 
     @property
     def known(self) -> Iterable[Instant]:
-        """Those that were asked for."""
+        """The instants that were asked for."""
         return self._instants.values()
 
     def at(self, op: int) -> Instant:
@@ -234,7 +236,7 @@ class Instants:
         return tuple(cut for _, cut in sorted(out, key=lambda c: (c[0], c[1].component)))
 
     def setting(self, op: int) -> Setting:
-        """What is in memory while op `op` first runs, or at the turn."""
+        """Return what is in memory while op `op` first runs, or at the turn."""
         at = self.turn if op == TURN else op
         forced = (self.producer >= 0) & (self.producer < at) & (self.until >= at)
         after = op

@@ -54,7 +54,7 @@ BORDER_AT: Final = np.dtype([("cross_at", np.int64), ("cross_bytes", np.int64)])
 
 
 class Moves(NamedTuple):
-    """What moves are about."""
+    """The data that moves are drawn from."""
 
     values: Any  # [value] of VALUE, in the order in which forward makes them
     candidates: Any  # those that backward reads; in a coarse walk all

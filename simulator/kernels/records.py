@@ -1,4 +1,4 @@
-"""What the kernels take: tables whose rows have named fields, and named tuples of tables.
+"""Hold what the kernels take: tables whose rows have named fields, and named tuples of tables.
 
 A table is one argument and its row lies in one place in memory, so a kernel that reads several facts of one op fetches
 them at once. Lists of ids of every op (what it needs, reads, creates) lie one behind the other: those of op k from
@@ -60,7 +60,7 @@ class Packed(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a plan says."""
+    """The decisions of a plan."""
 
     saved: Any  # [storage]: whether it is there from forward on
     retained: Any  # [storage]: whether it stays when it has come back

@@ -1,4 +1,4 @@
-"""What a plan does with rebuilt values, given what it saves: each stays while there is room for it.
+"""Decide what becomes of rebuilt values, given what a plan saves: each stays while there is room for it.
 
 One walk over backward. What a chain rebuilds stays for its later uses; where a step would be over the budget, what is
 idle then goes, first what is large, soon rebuilt and not needed for long, each from its last reader on (an eviction).
@@ -44,7 +44,7 @@ OF_STORAGE: Final = table(
 
 
 class Retaining(NamedTuple):
-    """What `retain` knows of a trace beside the facts, and its work space."""
+    """All that `retain` knows of a trace beside the facts, and its work space."""
 
     done: Any
     ops: Any  # [op + 1] of OF_OP

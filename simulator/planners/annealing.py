@@ -208,7 +208,7 @@ class Walk:
 
     @property
     def over(self) -> bool:
-        """Whether the walk is at a state over the budget."""
+        """True if the walk is at a state over the budget."""
         return bool(self.figures["over_bytes"])
 
     @property

@@ -168,7 +168,8 @@ class Search:
     def idle_among(
         self, storages: NDArray[np.int64], state: State, peak_step: int, steps: int
     ) -> NDArray[np.int64]:
-        """Those of these storages that are saved, there at the instant of the peak, not in use, and needed only later.
+        """Return those of these storages that are saved, there at the instant of the peak, not in use, and needed only
+        later.
 
         Of the walk before, of so many steps.
         """

@@ -94,7 +94,7 @@ def _evicted(search: Search, state: State) -> list[tuple[int, ...]]:
 
 
 class _Offer:
-    """What a plan saves, by added time per byte if it were evicted."""
+    """The values that a plan saves, by added time per byte if they were evicted."""
 
     def __init__(self, search: Search, found: Found) -> None:
         self.search, self.found = search, found

@@ -182,7 +182,7 @@ class Greedy:
         return max(self.levels(), default=self.trace.resident_bytes)
 
     def levels(self) -> list[int]:
-        """What Algorithm G counts at each op: the step with everything saved, less what is away just then."""
+        """Return what Algorithm G counts at each op: the step with everything saved, less what is away just then."""
         rerun = self.evaluator.rerun_bytes
         again = max((rerun[k] for s in self.chosen for k in self.ops[s]), default=0)
         saved = self.problem.saved.timeline.peak_bytes  # one step an op

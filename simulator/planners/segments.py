@@ -91,7 +91,7 @@ def equal_segments(creating: Sequence[bool], count: int) -> list[int]:
 
 
 def plan_per_block(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """What `torch.utils.checkpoint` around each repeated block does: save the blocks' inputs, recompute inside.
+    """Plan as `torch.utils.checkpoint` around each repeated block does: save the blocks' inputs, recompute inside.
 
     The number of blocks does not follow the budget; a model without repeated blocks is left as it is.
 

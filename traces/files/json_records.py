@@ -38,7 +38,7 @@ def from_json(kind: type[Record], data: Any) -> Record:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds.
+    """Return what a JSON file holds.
 
     Raises:
         OSError: it cannot be read.
@@ -57,7 +57,7 @@ def canonical_json(data: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What the files of one kind of record say of themselves, and how one that is none is refused."""
+    """The header of one kind of record's files, and how a file that has another is refused."""
 
     name: str  # under the key `record`: "plan"
     version: int

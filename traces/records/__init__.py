@@ -1,1 +1,1 @@
-"""What a trace, a plan, a measurement and a device profile are: frozen records, each with its file."""
+"""Hold the frozen records, each with its file: trace, plan, measurement, device profile."""

@@ -54,7 +54,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one op was measured to cost."""
+    """The measured cost of one op."""
 
     # Allocations (+) and frees (-) in order; they sum to the bytes that the op leaves.
     events: tuple[int, ...]
@@ -73,7 +73,7 @@ class LibraryWorkspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """What was measured on one device."""
+    """All that was measured on one device."""
 
     identity: Identity
     entries: dict[str, Entry] = field(default_factory=dict)  # by the signature's key

@@ -1,4 +1,4 @@
-"""What one run of an op asks of an allocator, in order, from its events and the storages that it makes."""
+"""Work out what one run of an op asks of an allocator, in order, from its events and the storages that it makes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientErrors(JsonRecord):
-    """What was measured of one step."""
+    """The measured errors of one step."""
 
     form: ClassVar = Form(
         name="gradient-errors",

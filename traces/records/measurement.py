@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 
 def steady(iterations: Sequence[T]) -> Sequence[T]:
-    """Those in the steady state: all after the first, which makes the optimizer's state; the first if it is alone."""
+    """Return those in the steady state: all after the first, which makes the optimizer's state; the first if it is
+    alone.
+    """
     return iterations[1:] or iterations
 
 
@@ -140,7 +142,7 @@ class Measurement(JsonRecord):
 
     @property
     def place(self) -> str:
-        """What the figures were measured on: "CPU", or "GPU (NVIDIA H200)"."""
+        """The device of the figures: "CPU", or "GPU (NVIDIA H200)"."""
         kind = {MEASURED_CPU: "CPU", MEASURED_CUDA: "GPU"}.get(self.provenance, self.device)
         gpu = self.environment.get("gpu")
         return f"{kind} ({gpu})" if gpu else kind
@@ -152,18 +154,18 @@ class Measurement(JsonRecord):
 
     @property
     def within_budget(self) -> bool | None:
-        """Whether the measured peak is within the budget; None where either is unknown."""
+        """True if the measured peak is within the budget; None where either is unknown."""
         peak = self.limited_bytes
         return None if self.budget_bytes is None or peak is None else peak <= self.budget_bytes
 
     @property
     def slowdown_percent(self) -> float | None:
-        """What the plan adds to the step's time, measured."""
+        """The time that the plan adds to the step, measured, in percent."""
         return measured_slowdown_percent(self.measured, self.keep_all)
 
     @property
     def predicted_slowdown_percent(self) -> float | None:
-        """The same, predicted."""
+        """The time that the plan adds to the step, predicted, in percent."""
         return slowdown_percent(self.predicted, self.keep_all_predicted)
 
     def to_json(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ RESERVED: Final = "reserved"  # or what CUDA's allocator takes from the device f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What happens to one storage."""
+    """The fate of one storage."""
 
     storage: int
     recipe: str = RECOMPUTE
@@ -120,7 +120,7 @@ class Plan(JsonRecord):
 
     @property
     def changes(self) -> bool:
-        """Whether the planned step is another than the one with everything saved."""
+        """True if the planned step is another than the one with everything saved."""
         return bool(self.actions or self.rewrites)
 
     @property
@@ -205,7 +205,7 @@ class PredictionWarning:
 
 
 def label_actions(trace: Trace, actions: Iterable[Action]) -> tuple[Action, ...]:
-    """The same actions in storage order, with the names, modules and sizes that the trace knows."""
+    """Return the same actions in storage order, with the names, modules and sizes that the trace knows."""
     ops, sts = trace.ops, trace.storages
     return tuple(
         replace(

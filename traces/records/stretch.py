@@ -14,7 +14,7 @@ PRODUCT: Final = "product"  # added up by the matrix product itself, which makes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a tiled stretch leaves."""
+    """One result of a tiled stretch."""
 
     op: int  # of the trace: the one that makes it there
     storage: int
@@ -53,6 +53,6 @@ class Stretch:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What runs in one call each, by its phase."""
+        """Return what runs in one call each, by its phase."""
         first = Part(body=self.body, inputs=self.inputs, results=(*self.losses, *self.gradients))
         return (first,) if self.backward is None else (first, self.backward)

@@ -118,7 +118,7 @@ class Storages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Untouched:
-    """What iterations of the untouched loop ask of a GPU's allocator, in order: one row a request.
+    """The requests of the untouched loop's iterations to a GPU's allocator, in order: one row a request.
 
     A block may be given back in the iteration after the one that made it: of two with one number, the older.
     """
@@ -268,7 +268,7 @@ class Trace:
         }
 
     def describe(self) -> tuple[str, dict[str, str]]:
-        """The same for people: what it is, and a figure for each word."""
+        """Return the header for people: what it is, and a figure for each word."""
         figures, meta = self.summary(), self.meta
         options = ", ".join(f"{k} {v}" for k, v in (meta.options or {"batch_size": meta.batch_size}).items())
         phases = ", ".join(f"{p} {show_time(t)}" for p, t in figures["phase_time_ns"].items())

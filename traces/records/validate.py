@@ -1,4 +1,4 @@
-"""Whether a trace's tables agree with each other, before anybody reckons with them."""
+"""Check that a trace's tables agree with each other, before anybody reckons with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from traces.records.trace import CATEGORIES, FLAG_NAMES, MOST, PHASES, VIEW, Tra
 
 
 def validate(trace: Trace) -> Trace:
-    """The same trace; raises TraceError, which names the row, if its tables contradict each other.
+    """Return the same trace; raises TraceError, which names the row, if its tables contradict each other.
 
     Checked: every id is in range; no op reads or writes a storage or takes a value that does not exist yet, nor
     names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
@@ -47,7 +47,7 @@ def _sums(trace: Trace) -> Iterator[str]:
 
 
 def _ops(trace: Trace) -> Iterator[str]:
-    """What stands in one row by itself, and the order of the phases."""
+    """Check what stands in one row by itself, and the order of the phases."""
     ops, n_storages = trace.ops, len(trace.storages)
     rank = {p: i for i, p in enumerate(PHASES)}
     last = 0
@@ -77,7 +77,7 @@ def _ops(trace: Trace) -> Iterator[str]:
 
 
 def _values(trace: Trace) -> Iterator[str]:
-    """What an op reads and writes is there when it runs, and what it makes is what its events leave behind."""
+    """Check that what an op reads and writes is there when it runs, and that it makes what its events leave behind."""
     ops, sts = trace.ops, trace.storages
     for i, name in enumerate(ops.name):
         for s in ops.writes[i]:

@@ -29,8 +29,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain(path: Path) -> Any:
-    """What the file holds: dicts, lists, tuples, sets, numbers, text, bytes, True, False, None. Raises TraceError if
-    the file is not a pickle, is cut off, asks for anything else, or is too large.
+    """Return what the file holds: dicts, lists, tuples, sets, numbers, text, bytes, True, False, None. Raises
+    TraceError if the file is not a pickle, is cut off, asks for anything else, or is too large.
     """
     try:
         size = path.stat().st_size
