@@ -1,1 +1,1 @@
-"""The command `simulate`, one file a subcommand."""
+"""The command `simulate`."""

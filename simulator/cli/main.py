@@ -1,4 +1,4 @@
-"""The command `simulate`: its subcommands, one file each, and the help that shows a simulation's options as its own."""
+"""The command `simulate`: its subcommands, and the help that shows a simulation's options as its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import json
 
 import click
 
-from simulator.cli.compare import compare_command
-from simulator.cli.levers import levers_command
-from simulator.cli.max_batch import max_batch_command
-from simulator.cli.pareto import pareto_command
+from simulator.cli.models import max_batch_command, sweep_command
 from simulator.cli.plan import plan_command
 from simulator.cli.replay import replay_command
-from simulator.cli.sweep import sweep_command
+from simulator.cli.studies import compare_command, levers_command, pareto_command
 from traces.commands import DefaultGroup, echo
 
 DEFAULT_COMMAND = ""  # a name that no trace can have

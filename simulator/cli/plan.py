@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,128 +10,83 @@ import click
 
 from simulator.cli.options import (
     BUDGET_OF,
+    DEVICE,
+    ERRORS,
+    LEVERS,
+    PLANNER,
+    SEARCH,
     Words,
-    device_options,
-    measured_lever_options,
+    asking,
     output_options,
-    planning_options,
 )
-from simulator.core.budget import check_budget
 from traces.commands import Output, Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
-from traces.shapes import Shapes
 
 if TYPE_CHECKING:
-    from simulator.studies.answer import Answer
+    from simulator.prediction.ask import Answer
 
 TOP_HOLDERS = 5
+BUDGET = click.option(
+    "--budget",
+    help="Bytes, a size such as 8GiB, a share of the step's own peak such as 60%, or `device`: what the device has.",
+)
 
 
 @click.command("", hidden=True)
 @click.argument("trace_name", metavar="TRACE")
-@click.option(
-    "--budget",
-    help="Bytes, a size such as 8GiB, a share of the step's own peak such as 60%, or `device`: what the device has.",
-)
-@BUDGET_OF
-@device_options
-@planning_options
-@click.option(
-    "--shapes",
-    "asked_shapes",
-    metavar="RANGE",
-    help="What the plan needs at other sizes, such as seq-len=16:512.",
-)
-@measured_lever_options
+@asking(BUDGET, BUDGET_OF, *DEVICE, PLANNER, *SEARCH, *LEVERS, *ERRORS)
+@click.option("--shapes", metavar="RANGE", help="What the plan needs at other sizes, such as seq-len=16:512.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
 @output_options
 def plan_command(
-    trace_name: str,
-    budget: str | None,
-    budget_of: str | None,
-    memory: Words,
-    planner: str | None,
-    planning: Words,
-    asked_shapes: str | None,
-    changes: Words,
-    output: Path | None,
-    force: bool,
-    out: Output,
+    trace_name: str, words: Words, shapes: str | None, output: Path | None, force: bool, out: Output
 ) -> None:
     """Simulate one trace."""
-    from simulator import api
-    from simulator.planners import DEFAULT, SAVE_ALL
+    from simulator.api import problem_of
+    from simulator.prediction.ask import ask
+    from simulator.prediction.question import question
 
-    planner = planner or (SAVE_ALL if budget is None else DEFAULT)
-    if budget is not None and budget != api.DEVICE:
-        check_budget(budget)
+    asked = question(**words)
     if output is not None:
         refuse_to_replace(output, force)
-
-    from simulator.planners.outcome import Infeasible
-    from simulator.prediction.levers import left_out, lower_bound
-    from simulator.studies.answer import Answer, refusal
-    from simulator.studies.shapes import check_shapes, over_shapes, traces_of
-
-    problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
-    shapes = None if asked_shapes is None else Shapes.parse(asked_shapes)
-    not_used = left_out(problem, api.levers_of(**changes))
+    problem = problem_of(trace_name, asked.constraints)
+    ranges = None
     if shapes is not None:
-        check_shapes(problem.trace.meta, trace_name, shapes)
-    saved = api.simulate(problem, **memory)
-    budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
-    bound = None if budget_bytes is None else lower_bound(problem, budget_bytes, api.levers_of(**changes))
-    out.say(f"planning with {planner}")
-    start = time.perf_counter()
-    try:
-        plan = api.plan(
-            problem,
-            budget_bytes,
-            planner=planner,
-            budget_of=budget_of,
-            progress=out.say,
-            **changes,
-            **planning,
-            **memory,
-        )
-    except Infeasible as error:
+        from simulator.studies.shapes import check_shapes, over_shapes, traces_of
+        from traces.shapes import Shapes
+
+        ranges = Shapes.parse(shapes)
+        check_shapes(problem.trace.meta, trace_name, ranges)
+    found = ask(problem, asked, name=trace_name, say=out.say)
+    if found.refusal is not None:
         if out.as_json:
-            seconds = time.perf_counter() - start
-            told = refusal(trace_name, saved, planner, error, seconds, bound, budget_of)
-            out.show(lambda: told, str)
-        raise
-    seconds = time.perf_counter() - start
-    c = api.simulate(problem, plan, **memory)
+            out.show(found.to_json, str)
+        raise found.refusal
     if output is not None:
         try:
-            plan.save(output, new=not force)
+            found.planned.plan.save(output, new=not force)
         except FileExistsError:
             refuse_to_replace(output, force)
             raise
     over = None
-    if shapes is not None:
-        traces = traces_of(problem.trace, trace_name, shapes, out.say)
-        over = over_shapes(c, shapes, traces, planning["seed"])
-    found = Answer(
-        planned=c,
-        asked=saved,
-        trace_name=trace_name,
-        solve_seconds=seconds,
-        bound=bound,
-        shapes=over,
-        left_out=not_used,
-    )
+    if ranges is not None:
+        traces = traces_of(problem.trace, trace_name, ranges, out.say)
+        over = over_shapes(found.planned, ranges, traces, asked.limits.seed)
     if out.report is not None:
         from simulator.report.step import write_step
 
         out.say(f"writing {out.report}")
         write_step(out.report, found)
-    out.show(found.to_json, lambda: summary(found, output))
-    if c.planned_fit.fits is False:
-        assert c.planned_fit.device is not None
-        raise Refused(f"it does not fit {c.planned_fit.device.name}: {c.planned_fit.out_of_memory}.", 1)
+    at_sizes = {} if over is None else {"shapes": over.to_json()}
+    out.show(
+        lambda: {**found.to_json(), **at_sizes},
+        lambda: summary(found, [] if over is None else over.lines(), output),
+    )
+    fit = found.planned.planned_fit
+    if fit.device is not None and fit.out_of_memory:
+        raise Refused(f"it does not fit {fit.device.name}: {fit.out_of_memory}.", 1)
     if over is not None and not over.holds:
         raise Refused("the plan does not hold for every shape that was looked at.", 1)
 
@@ -146,8 +100,8 @@ def refuse_to_replace(path: Path, force: bool) -> None:
     check_writable(path)
 
 
-def summary(found: Answer, output: Path | None) -> str:
-    """The answer to read; the plan went to `output`."""
+def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
+    """The answer to read, with what the plan needs at other sizes; the plan went to `output`."""
     from simulator.prediction.loop_peaks import peaks_table
     from simulator.prediction.step import describe
     from simulator.prediction.warnings import texts_beside_untouched
@@ -158,7 +112,7 @@ def summary(found: Answer, output: Path | None) -> str:
         f"{found.trace_name}: {describe(c.trace.meta)}",
         *peaks_table(c, found.asked).lines(),
         *(f"{word:<7} {text}" for word, text in in_words(found)),
-        *(found.shapes.lines() if found.shapes is not None else []),
+        *at_sizes,
         *(f"warning {text}" for text in (*texts_beside_untouched(c), found.left_out) if text),
     ]
     if c.planned.timeline.peak_step >= 0:

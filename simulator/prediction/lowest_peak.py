@@ -8,6 +8,7 @@ Counts: the exact peak of every plan tried. Ignores: the time that such plans ad
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from simulator.bounds.bound import bounder_of
@@ -33,7 +34,7 @@ def with_lowest_peak(problem: Problem, refusal: Infeasible, limits: Limits) -> I
     ev = evaluator_of(problem)
     annealer = Annealer(ev, problem, floor_bytes, limits.seed)
     seconds = min(SECONDS, limits.seconds)
-    clock = Limits(seconds=seconds).clock()
+    clock = replace(limits, seconds=seconds).clock()
     starts = [ev.state(), min(segmentations(ev), key=lambda found: found.peak_bytes).state]
     steps = int(seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * len(ev.op_id)))
     for start in starts:

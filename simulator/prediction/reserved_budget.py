@@ -7,12 +7,12 @@ and smaller allocated peaks until the allocator stays within the limit, under th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from simulator.allocator.caching import SMALL_SEGMENT_BYTES
 from simulator.allocator.device_fit import Setting, asking_ahead, device_fit
-from simulator.core.limits import Limits
+from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
@@ -28,9 +28,8 @@ LEAST_FALL: Final = 200  # it falls by 1/200 at least
 MUCH: Final = 1 << 40  # more than any step takes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A plan, and what the allocator reserves for it under the setting that suits it best."""
+class Tried(NamedTuple):
+    """A plan, what the allocator reserves for it, and the setting that suits it best."""
 
     plan: Plan
     reserved_bytes: int
@@ -43,9 +42,10 @@ def plan_within_reserved(
     limits: Limits,
     settings: Sequence[Setting],
     limit_bytes: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Tried:
-    """The cheapest plan found whose reserved memory is within the limit; of equally dear ones the leanest.
+    say: Callable[[str], None],
+) -> tuple[Plan, Setting]:
+    """The cheapest plan found whose reserved memory is within the limit, and its setting; of equally dear ones the
+    leanest.
 
     Args:
         limits: for all plans that are made on the way together.
@@ -55,29 +55,34 @@ def plan_within_reserved(
     Raises:
         BudgetError: no plan was found within the limit.
     """
-    share = replace(limits.together(), seconds=limits.seconds / SHARES)
+    limits = limits.together()
+    share = replace(limits, seconds=limits.seconds / SHARES)
     own = settings[0].settings
     # Where no settings can be chosen under which segments grow, one segment that is large enough does as well.
     ahead = len(settings) == 1 and own is not None and not own.expandable_segments
 
-    def judged(plan: Plan) -> Tried:
-        choices = [*settings, *([_ahead(problem, plan, settings[0], limit_bytes)] if ahead else [])]
-        reserved = [_reserved_bytes(problem, plan, s) for s in choices]
-        fitting = (k for k, n in enumerate(reserved) if n <= limit_bytes)
-        k = next(fitting, min(range(len(choices)), key=lambda k: reserved[k]))
-        told = choices[k].alloc_conf or "torch's default settings"
-        told += ", asked for in one piece" * (k >= len(settings))
+    def judged(budget_bytes: int) -> Tried:
+        plan = plan_with(planner, problem, budget_bytes, share)
+        found: list[Tried] = []
+        for k in range(len(settings) + ahead):
+            asked = k == len(settings)
+            setting = _ahead(problem, plan, settings[0], limit_bytes) if asked else settings[k]
+            found.append(Tried(plan, _reserved_bytes(problem, plan, setting), setting))
+            if found[-1].reserved_bytes <= limit_bytes:
+                break
+        best = found[-1] if found[-1].reserved_bytes <= limit_bytes else min(found, key=lambda t: t[1])
+        told = best.setting.alloc_conf or "torch's default settings"
+        told += ", asked for in one piece" * (best.setting is not found[0].setting and len(settings) == 1)
         added = plan.predicted["plan"]["overhead_percent"]
-        progress(f"a plan that adds {added:.2f} % reserves {reserved[k]:,} bytes under {told}")
-        return Tried(plan=plan, reserved_bytes=reserved[k], setting=choices[k])
+        say(f"a plan that adds {added:.2f} % reserves {best.reserved_bytes:,} bytes under {told}")
+        return best
 
-    tried, why = lower_until_within(
-        lambda budget_bytes: judged(plan_with(planner, problem, budget_bytes, share)), limit_bytes
-    )
+    tried, why = lower_until_within(judged, limit_bytes, Clock(deadline=limits.until))
     within = [t for t in tried if t.reserved_bytes <= limit_bytes]
     if not within:
         raise _none_within_reserved(limit_bytes, min(tried, key=lambda t: t.reserved_bytes), why)
-    return min(within, key=lambda t: (_cost(t.plan), t.reserved_bytes))
+    best = min(within, key=lambda t: (t.plan.predicted["plan"]["step_time_ns"], t.reserved_bytes))
+    return best.plan, best.setting
 
 
 def _ahead(problem: Problem, plan: Plan, setting: Setting, limit_bytes: int) -> Setting:
@@ -97,13 +102,14 @@ def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:
 
 
 def lower_until_within(
-    make: Callable[[int], Tried], limit_bytes: int
+    make: Callable[[int], Tried], limit_bytes: int, clock: Clock
 ) -> tuple[list[Tried], BudgetError | None]:
     """The plans for a few budgets of allocated memory; and why there is none for a lower one, if one was asked for.
 
     A plan within an allocated budget needs that much and its fragmentation more, which differs from plan to plan. So
     the budget starts at the limit, falls by what is too much, and once a plan is within it is bisected between the last
-    that was not and the one that was. Same input, same plans, if the planner gives the same for the same budget.
+    that was not and the one that was, as long as there is time. Same input, same plans, if the planner gives the same
+    for the same budget.
 
     Args:
         make: the plan for a budget of allocated memory; raises BudgetError if there is none.
@@ -117,6 +123,8 @@ def lower_until_within(
     why: BudgetError | None = None  # there is no plan for the budget `low`
     within = False
     for _ in range(ATTEMPTS):
+        if within and clock.over:
+            break
         try:
             found = make(budget)
         except BudgetError as error:
@@ -142,10 +150,6 @@ def lower_until_within(
         else:
             budget = (low + high) // 2
     return tried, why
-
-
-def _cost(plan: Plan) -> float:
-    return float(plan.predicted["plan"]["step_time_ns"])
 
 
 def _none_within_reserved(limit_bytes: int, leanest: Tried, error: BudgetError | None) -> Infeasible:

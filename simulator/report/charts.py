@@ -19,7 +19,7 @@ import numpy as np
 from simulator.allocator.requests import phases_of
 from simulator.core.replay import Replay, by_category
 from simulator.report.page import needed
-from simulator.studies.comparison import Entrant
+from simulator.studies.rows import Row
 from traces.records.trace import CATEGORIES, PHASES, Trace
 from traces.units import bytes_unit, show_bytes, show_time
 
@@ -245,7 +245,7 @@ def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, An
 
 
 def plans_in_the_plane(
-    entrants: Iterable[Entrant], budget_bytes: int, bound_percent: float | None
+    entrants: Iterable[Row], budget_bytes: int, bound_percent: float | None
 ) -> dict[str, Any]:
     """Every plan as a point: peak across, added time upward; the budget and the bound as lines."""
     alt = needed("altair")

@@ -13,7 +13,7 @@ from simulator.report.page import Block, Chart, Page, Section, Text, write_page
 from simulator.report.step import about, metadata
 from simulator.studies.comparison import Comparison, ranked
 from simulator.studies.pareto import Front
-from traces.units import bytes_unit, show_bytes, show_time
+from traces.units import bytes_unit, show_bytes
 
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
 
@@ -23,7 +23,7 @@ def write_comparison(path: str | Path, found: Comparison) -> Path:
     reports need is not installed.
     """
     blocks: list[Block] = [found.table()]
-    if places := [e for e in ranked(found.entrants) if e.peak_allocated_bytes is not None]:
+    if places := [e for e in ranked(found.rows) if e.peak_allocated_bytes is not None]:
         caption = (
             "Every plan at the peak of its replay. Left of the red line the budget is met; below the grey line no "
             "plan for this budget can be."
@@ -32,14 +32,14 @@ def write_comparison(path: str | Path, found: Comparison) -> Path:
         spec = charts.plans_in_the_plane(places, found.budget_bytes, limit)
         blocks.insert(0, Chart(spec, caption, "Peak against added time"))
     title = f"planners within {show_bytes(found.budget_bytes)}"
-    return _write(path, found.problem, title, comparison_in_words(found), *blocks)
+    return _write(path, found.problem, title, found.in_words(), *blocks)
 
 
 def write_front(path: str | Path, found: Front) -> Path:
     """Write the page of a front, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
     rows = [
         (p.budget_bytes, line, value, f"{value:+.2f} %{peak}")
-        for p in found.points
+        for p in found.rows
         for line, value, peak in (
             ("plan", p.overhead_percent, f", peak {show_bytes(p.peak_allocated_bytes)}"),
             ("certified bound", p.bound_overhead_percent, ""),
@@ -52,7 +52,7 @@ def write_front(path: str | Path, found: Front) -> Path:
         "are worked out."
     )
     chart = Chart(charts.front(rows), caption, "What each GiB costs")
-    return _write(path, found.problem, "what each GiB costs", front_in_words(found), chart, found.table())
+    return _write(path, found.problem, "what each GiB costs", found.in_words(), chart, found.table())
 
 
 def write_levers(path: str | Path, found: Study) -> Path:
@@ -76,25 +76,6 @@ def write_levers(path: str | Path, found: Study) -> Path:
     spec = charts.by_name(bars, colours, f"peak allocated, {unit_name}", limit=limit)
     words = f"{found.trace_name}: each lever alone, and those of a class together"
     return _write(path, found.problem, "levers", words, Chart(spec, caption), found.table())
-
-
-def comparison_in_words(found: Comparison) -> str:
-    """The question, and what no plan can beat."""
-    saved, bound = found.saved.timeline, found.bound
-    least = bound.least() if bound.feasible else bound.reason
-    return (
-        f"{found.trace_name}: budget {show_bytes(found.budget_bytes)} of "
-        f"{show_bytes(saved.peak_allocated_bytes)}, step {show_time(saved.step_time_ns)}; bound: {least}"
-    )
-
-
-def front_in_words(found: Front) -> str:
-    """What was planned, and what no plan can beat."""
-    return (
-        f"{found.trace_name}: {found.planner}, {len(found.points)} budgets in {found.solve_seconds:.2f} s; step "
-        f"{show_time(found.saved.timeline.step_time_ns)} with everything saved; no plan can go below "
-        f"{show_bytes(found.floor_bytes)}"
-    )
 
 
 def _write(path: str | Path, problem: Problem, title: str, words: str, *blocks: Block) -> Path:

@@ -12,6 +12,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.planners.greedy import Costs
 from simulator.planners.outcome import where
+from simulator.prediction.ask import Answer
 from simulator.prediction.levers import rewrites_in_words
 from simulator.prediction.loop_peaks import peaks_table
 from simulator.prediction.step import Prediction, describe
@@ -20,7 +21,6 @@ from simulator.prediction.warnings import texts_beside_untouched, texts_of
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
-from simulator.studies.answer import Answer
 from traces.records.plan import RECOMPUTE, SAVE, Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import show_bytes, show_percent, show_time

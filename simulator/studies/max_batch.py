@@ -8,24 +8,27 @@ batch fit where a smaller one does not; such islands beyond the first boundary a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final
 
-from simulator.allocator.device import CPU, CUDA, DeviceMemory
-from simulator.allocator.device_fit import Setting, kind_of, setting_of
+from simulator.allocator.device import CPU, DeviceMemory
+from simulator.allocator.device_fit import kind_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
+from simulator.prediction.ask import Say, ask, completed, silent
 from simulator.prediction.levers import lower_bound, lowest_floor
-from simulator.prediction.planning import completed
+from simulator.prediction.question import Question
 from simulator.prediction.step import Prediction, predict, untouched_fit
 from simulator.prediction.warnings import provenance, texts_beside_untouched
 from simulator.show.notebook import framed
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.tracing import ModelRequest
+from simulator.studies.rows import columns
+from simulator.studies.tracing import Traced
 from traces.errors import SpecError
+from traces.model_spec import short_name
 from traces.records.measurement import RunFigures
-from traces.records.plan import ALLOCATED, RESERVED
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
@@ -36,13 +39,54 @@ SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is ov
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request(ModelRequest):
+class Request:
     """What `simulate max-batch` was asked for."""
 
-    device: DeviceMemory
+    traced: Traced
+    question: Question  # of the device, whose memory is the budget
     overhead_percent: float
     multiple_of: int = 1
     maximum: int = 65536
+
+    @property
+    def device(self) -> DeviceMemory:
+        """Raises SpecError if none is named."""
+        memory = self.question.device(None)
+        if memory is None:
+            raise SpecError("name the device with --gpu, or its memory with --memory.")
+        return memory
+
+
+def request_for(
+    model: str,
+    question: Question,
+    *,
+    overhead_percent: float,
+    directory: str | Path | None,
+    multiple_of: int,
+    maximum: int,
+    words: Sequence[str],
+) -> Request:
+    """The request for a model on the question's device, which `trace` is told unless its words name another.
+
+    Raises:
+        SpecError: no device is named, or allocator settings for a CPU.
+    """
+    directory = Path(directory or f"{short_name(model)}-max-batch")
+    request = Request(
+        traced=Traced(model=model, directory=directory, words=tuple(words)),
+        question=question,
+        overhead_percent=overhead_percent,
+        multiple_of=multiple_of,
+        maximum=maximum,
+    )
+    device = request.device
+    if device.kind == CPU:
+        if question.alloc_conf is not None:
+            raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
+    elif not any(word.partition("=")[0] in ("--target", "--device") for word in words):
+        request = replace(request, traced=replace(request.traced, words=(*words, "--target", device.name)))
+    return request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +129,8 @@ class MaxBatch:
     def __repr__(self) -> str:
         r = self.request
         return (
-            f"<{r.model} on {r.device.name}: batch {self.without_plan} without a plan, {self.with_plan} with one of at "
-            f"most +{r.overhead_percent:g} %>"
+            f"<{r.traced.model} on {r.device.name}: batch {self.without_plan} without a plan, {self.with_plan} with "
+            f"one of at most +{r.overhead_percent:g} %>"
         )
 
     def _repr_html_(self) -> str:
@@ -114,8 +158,8 @@ class MaxBatch:
 
         return table(
             self.probes,
-            (
-                ("batch", "count", lambda p: p.batch_size),
+            columns(
+                "batch_size",
                 (self.memory, "bytes", lambda p: self.peak_bytes(p.untouched)),
                 ("fits", "", fits),
                 (f"{self.memory} with plan", "bytes", lambda p: self.peak_bytes(p.plan)),
@@ -134,6 +178,31 @@ class MaxBatch:
     def probe(self, batch_size: int) -> Probe | None:
         return next((p for p in self.probes if p.batch_size == batch_size), None)
 
+    def lines(self) -> list[str]:
+        """The answer to read: the probes, then the two batch sizes."""
+        r, what = self.request, self.memory
+        lines = [f"{r.traced.model} on {r.device.room()}", *self.table().without("plan fits", "").lines()]
+        limit = show_bytes(r.device.usable_bytes)
+        best, planned = self.probe(self.without_plan), self.probe(self.with_plan)
+        if best is None:
+            lines.append(f"without a plan: not even batch {r.multiple_of} fits")
+        else:
+            peak = show_bytes(self.peak_bytes(best.untouched))
+            lines.append(f"without a plan: batch {best.batch_size} ({what} {peak} of {limit})")
+        price = f"of at most +{r.overhead_percent:g} %"
+        if planned is not None and planned.plan is not None:
+            peak = show_bytes(self.peak_bytes(planned.plan))
+            added = show_percent(planned.overhead_percent, signed=True)
+            lines.append(
+                f"with a plan {price}: batch {planned.batch_size} at {added} ({what} {peak} of {limit}): "
+                f"{r.traced.directory / planned.plan_path}"
+            )
+        elif best is not None:
+            lines.append(f"with a plan {price}: batch {self.with_plan}; no plan makes room for more")
+        if self.stopped_at_maximum:
+            lines.append(f"The search stopped at {self.with_plan}; --max tries more.")
+        return [*lines, self.provenance, *(f"warning {text}" for text in self.warnings)]
+
     def to_json(self) -> dict[str, Any]:
         r = self.request
 
@@ -143,13 +212,13 @@ class MaxBatch:
 
         return {
             "record": "max-batch",
-            "model": r.model,
-            "trace_options": list(r.tracer_options),
+            "model": r.traced.model,
+            "trace_options": list(r.traced.words),
             "device_memory": r.device.to_json(),
             "alloc_conf": self.alloc_conf,
             "budget_overhead_percent": r.overhead_percent,
-            "planner": r.planner,
-            "allow": r.levers.allow,
+            "planner": r.question.planner_name,
+            "allow": r.question.levers.allow,
             "multiple_of": r.multiple_of,
             "maximum": r.maximum,
             "stopped_at_maximum": self.stopped_at_maximum,
@@ -167,7 +236,7 @@ class _Search:
 
     request: Request
     load: Callable[[int], Trace]
-    progress: Callable[[str], None]
+    say: Say
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
 
@@ -175,20 +244,20 @@ class _Search:
         """How far so many bytes are over what there is, as a share of it."""
         return nbytes / max(1, self.request.device.usable_bytes) - 1
 
-    def setting(self, trace: Trace) -> Setting:
-        device = self.request.device
+    def problem(self, batch_size: int) -> Problem:
+        trace, device = self.load(batch_size), self.request.device
         if kind_of(trace.meta) != device.kind:
             raise SpecError(
                 f"the trace holds the graph of a {kind_of(trace.meta).upper()}, and {device.name} is a "
                 f"{device.kind.upper()}; leave --target and --device to --gpu."
             )
-        return setting_of(trace.meta, self.request.alloc_conf, device)
+        return Problem(trace, self.request.question.constraints)
 
     def without(self, batch_size: int) -> Verdict:
         """Whether the untouched model's step fits."""
         if batch_size not in self.probes:
-            trace = self.load(batch_size)
-            c = completed(predict(Problem(trace, self.request.constraints), self.setting(trace)))
+            problem = self.problem(batch_size)
+            c = completed(predict(problem, self.request.question.setting(problem.trace.meta)))
             plain = untouched_fit(c)
             self.said[batch_size] = c
             self.probes[batch_size] = Probe(
@@ -202,7 +271,7 @@ class _Search:
             retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
             outcome = f"fits{retries}" if plain.fits else "does not fit"
             room = show_bytes(self.request.device.usable_bytes)
-            self.progress(f"batch {batch_size}: {show_bytes(plain.needs_bytes)} of {room}, {outcome}")
+            self.say(f"batch {batch_size}: {show_bytes(plain.needs_bytes)} of {room}, {outcome}")
         probe = self.probes[batch_size]
         # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
         used = probe.untouched.peak_block_bytes or probe.untouched.peak_allocated_bytes
@@ -217,13 +286,13 @@ class _Search:
         outcome = probe.message.split(". ")[0]
         if probe.plan_fits:
             outcome = f"a plan fits at {probe.overhead_percent:+.2f} %"
-        self.progress(f"batch {batch_size}: {outcome}")
+        self.say(f"batch {batch_size}: {outcome}")
         return Verdict(fits=bool(probe.plan_fits), excess=max(excess, self.floor_excess(batch_size)))
 
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
         problem = self.said[batch_size].problem.unconstrained
-        return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.request.levers)))
+        return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.request.question.levers)))
 
     def beyond(self, step: int) -> int:
         """The batch size up to which the line through the two largest probes' floors stays within what there is."""
@@ -243,19 +312,18 @@ class _Search:
         none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
             return none, 0.0
-        bound = lower_bound(problem, usable, request.levers)
+        bound = lower_bound(problem, usable, request.question.levers)
         least = bound.overhead_percent
         if not bound.feasible:
             return none, SLIGHTLY
         if least > price:
             why = bound.least()
             return replace(none, overhead_percent=least, message=why), _over(least, price)
-        of, setting = RESERVED if request.device.kind == CUDA else ALLOCATED, self.setting(problem.trace)
-        try:
-            c = request.plan(problem, setting, usable, of)
-        except Infeasible as error:
-            lowest = int(error.figures.get("lowest_peak_bytes") or 0)
-            return replace(none, message=str(error)), max(SLIGHTLY, self.over(lowest))
+        found = ask(problem, request.question)
+        if (c := found.found) is None:
+            figures = found.refusal.figures if isinstance(found.refusal, Infeasible) else {}
+            lowest = int(figures.get("lowest_peak_bytes") or 0)
+            return replace(none, message=str(found.refusal)), max(SLIGHTLY, self.over(lowest))
         cost, fit = c.overhead_percent, c.planned_fit
         fits = bool(fit.fits) and cost <= price
         why = f"the plan that was found adds {cost:.2f} %" if cost > price else fit.out_of_memory
@@ -267,7 +335,7 @@ class _Search:
     def _saved(self, probe: Probe, c: Prediction) -> Probe:
         """The probe with the file of the plan that fits."""
         path = f"plan-b{probe.batch_size}.json"
-        c.plan.save(self.request.directory / path)
+        c.plan.save(self.request.traced.directory / path)
         self.said[probe.batch_size] = c
         return replace(probe, plan_path=path)
 
@@ -277,20 +345,18 @@ def _over(cost: float, price: float) -> float:
     return cost / price - 1 if price else cost
 
 
-def max_batch(
-    request: Request, load: Callable[[int], Trace], progress: Callable[[str], None] = lambda line: None
-) -> MaxBatch:
+def max_batch(request: Request, load: Callable[[int], Trace], say: Say = silent) -> MaxBatch:
     """Search for both batch sizes.
 
     Args:
         load: the trace of the model at a batch size; asked once for each.
-        progress: told one line about each probe.
+        say: told one line about each probe.
     """
     step = request.multiple_of
     top = request.maximum // step * step
     if top < step:
         raise SpecError(f"--max {request.maximum}: there is no multiple of {step} up to it.")
-    search = _Search(request=request, load=load, progress=progress)
+    search = _Search(request=request, load=load, say=say)
     first = min(top, -(-FIRST // step) * step)
     without = boundary(search.without, first=first, step=step, top=top)
     with_plan = without

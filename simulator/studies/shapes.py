@@ -7,7 +7,7 @@ one makes other ops, the step runs with everything saved if that takes no more t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ from simulator.allocator.reserved import reserved_over
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.core.rewrites import rewritten_problem
+from simulator.prediction.ask import Say
 from simulator.prediction.step import Prediction
 from simulator.studies.tracing import run_trace
 from traces.errors import PlanError, SpecError, TraceError
@@ -243,9 +244,7 @@ def check_shapes(meta: TraceMeta, name: str, shapes: Shapes) -> None:
         )
 
 
-def traces_of(
-    trace: Trace, name: str, shapes: Shapes, say: Callable[[str], None]
-) -> list[tuple[Sizes, Trace]]:
+def traces_of(trace: Trace, name: str, shapes: Shapes, say: Say) -> list[tuple[Sizes, Trace]]:
     """The step of a trace at the shapes that are looked at: those in the directory NAME-shapes, where `trace --shapes`
     puts them, or if one is missing or is of another step, recorded by it now.
 

@@ -6,19 +6,21 @@ report shows both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
-from simulator.allocator.device_fit import setting_of
-from simulator.core.budget import parse_budget
 from simulator.core.problem import Problem
 from simulator.core.replay import peak_by_category
-from simulator.prediction.step import predict
+from simulator.prediction.ask import Say, ask
+from simulator.prediction.question import Question
 from simulator.prediction.warnings import text, texts, warnings
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
-from simulator.studies.tracing import ModelRequest
-from traces.errors import BudgetError, TraceError
+from simulator.studies.rows import columns
+from simulator.studies.tracing import Traced
+from traces.errors import TraceError
 from traces.files.json_records import Form, JsonRecord
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, PredictionWarning
@@ -91,21 +93,27 @@ class Sweep(JsonRecord):
             out.append(f"Batch {', '.join(map(str, said))}{of}: {said[largest]}")
         return tuple(out)
 
+    def lines(self, directory: Path) -> list[str]:
+        """The answer to read: a line for each batch size; what was written there stands in `directory`."""
+        notes = [f"batch {row.batch_size}: {row.message}" for row in self.rows if not row.feasible]
+        notes += [f"warning {text}" for text in self.warnings]
+        path = shlex.quote(str(directory))
+        written = f"Written to {directory}: sweep.json, traces, plans. Next: execute sweep {path}"
+        return [*self.table().without("planner", "budget", "").lines(), *notes, written]
+
     def table(self) -> Table:
         """A row for each batch size: what is predicted."""
         return table(
             self.rows,
-            (
-                ("batch", "count", lambda r: r.batch_size),
-                ("planner", "", lambda r: r.planner),
-                ("budget", "bytes", lambda r: r.budget_bytes),
+            columns(
+                *("batch_size", "planner", "budget_bytes"),
                 ("peak, all saved", "bytes", lambda r: r.baseline.peak_allocated_bytes),
                 ("peak, plan", "bytes", lambda r: r.plan.peak_allocated_bytes),
                 ("reserved, all saved", "bytes", lambda r: r.baseline.peak_reserved_bytes),
                 ("reserved, plan", "bytes", lambda r: r.plan.peak_reserved_bytes),
                 ("step, all saved", "time", lambda r: r.baseline.step_time_ns),
                 ("step, plan", "time", lambda r: r.plan.step_time_ns),
-                ("overhead", "+percent", lambda r: r.overhead_percent),
+                "overhead_percent",
                 ("ops run again", "count", lambda r: r.recomputed_ops if r.feasible else None),
                 ("verdict", "", lambda r: yes("met") if r.feasible else no("does not fit")),
                 ("", "", lambda r: r.message or UNKNOWN),
@@ -114,56 +122,40 @@ class Sweep(JsonRecord):
         ).known()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRequest(ModelRequest):
-    """What `simulate sweep` was asked for."""
-
-    batch_sizes: tuple[int, ...]
-    budget: str
-    budget_of: str = ALLOCATED
-
-
-def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
+def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: Say) -> Sweep:
     """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`.
-
-    Args:
-        request: what to do.
-        progress: told one line about each thing that is done.
 
     Raises:
         LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
     """
     rows, options, target = [], {}, ""
-    for batch_size in request.batch_sizes:
-        trace = request.trace(batch_size, progress)
-        progress(f"batch {batch_size}: planning with {request.planner}")
-        rows.append(_row(request, trace, batch_size))
+    for batch_size in batch_sizes:
+        trace = traced.at(batch_size, say)
+        say(f"batch {batch_size}: planning with {question.planner_name}")
+        rows.append(_row(traced, question, trace, batch_size))
         options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}
         target = trace.meta.target
-    found = Sweep(model=request.model, options=options, target=target, rows=tuple(rows))
-    found.save(request.directory / "sweep.json")
+    found = Sweep(model=traced.model, options=options, target=target, rows=tuple(rows))
+    found.save(traced.directory / "sweep.json")
     return found
 
 
-def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
-    setting = setting_of(trace.meta, request.alloc_conf)
-    problem = Problem(trace, request.constraints)
-    c, sts, of = predict(problem, setting), trace.storages, request.budget_of
-    budget_bytes = parse_budget(request.budget, c.whole_bytes(of))
-    plan_path = request.directory / f"plan-b{batch_size}.json"
-    message = ""
-    try:
-        c = request.plan(problem, setting, budget_bytes, of)
+def _row(traced: Traced, question: Question, trace: Trace, batch_size: int) -> SweepRow:
+    problem, sts = Problem(trace, question.constraints), trace.storages
+    answer = ask(problem, question)
+    c, fits = answer.found or answer.asked, answer.found is not None
+    plan_path = traced.directory / f"plan-b{batch_size}.json"
+    if fits:
         c.plan.save(plan_path)
-    except BudgetError as error:
-        message = str(error)
+    else:
         plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
-    fits, saved = not message, problem.unconstrained.saved_by_default
+    saved = problem.unconstrained.saved_by_default
+    assert answer.budget_bytes is not None
     return SweepRow(
-        model=request.model,
+        model=traced.model,
         batch_size=batch_size,
-        planner=request.planner,
-        budget_bytes=budget_bytes,
+        planner=question.planner_name,
+        budget_bytes=answer.budget_bytes,
         feasible=fits,
         baseline=c.saved_figures,
         plan=c.planned_figures if fits else RunFigures(),
@@ -178,8 +170,8 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
         flops=sum(trace.ops.flops),
         plan_path=plan_path.name if fits else "",
         trace_path=f"trace-b{batch_size}",
-        message=message,
-        budget_of=of,
+        message="" if answer.refusal is None else str(answer.refusal),
+        budget_of=answer.budget_of,
         warnings=texts(c),
         notices=warnings(c),
     )

@@ -8,17 +8,13 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.allocator.device_fit import Setting
-from simulator.core.limits import BIT_EXACT, DEFAULTS, NONE, Constraints, Levers, Limits
-from simulator.core.problem import Problem
-from simulator.prediction.planning import plan_for
-from simulator.prediction.step import Prediction
+from simulator.prediction.ask import Say
 from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
@@ -33,49 +29,30 @@ PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRequest:
-    """A model to be traced at several batch sizes, and how each is to be planned."""
+class Traced:
+    """A model that is traced at several batch sizes."""
 
     model: str
     directory: Path  # of traces and plans, which are used again
-    planner: str
-    limits: Limits = DEFAULTS
-    constraints: Constraints = NONE
-    levers: Levers = BIT_EXACT
-    alloc_conf: str | None = None  # None: as the traces were recorded
-    tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
+    words: tuple[str, ...] = ()  # further ones for `trace`, such as --seq-len 512
 
-    def trace(self, batch_size: int, progress: Callable[[str], None]) -> Trace:
+    def at(self, batch_size: int, say: Say) -> Trace:
         """The trace at a batch size, made by `trace` or used again; raises as `ensure_trace` does."""
         place = self.directory / f"trace-b{batch_size}"
-        ensure_trace(self.model, batch_size, self.tracer_options, place, progress)
+        ensure_trace(self.model, batch_size, self.words, place, say)
         return load(place)
 
-    def plan(self, problem: Problem, setting: Setting, budget_bytes: int, budget_of: str) -> Prediction:
-        """The plan for a budget, as was asked; raises as `plan_for` does."""
-        return plan_for(
-            problem,
-            self.planner,
-            self.limits,
-            setting,
-            budget_bytes=budget_bytes,
-            budget_of=budget_of,
-            levers=self.levers,
-        )
 
-
-def ensure_trace(
-    model: str, batch_size: int, words: Sequence[str], directory: Path, progress: Callable[[str], None]
-) -> None:
+def ensure_trace(model: str, batch_size: int, words: Sequence[str], directory: Path, say: Say) -> None:
     """Run `trace` in a process of its own, unless the trace that stands there already is what it would make. Raises
     LowtideError: `trace` failed; with what it wrote.
     """
     words = [model, "--batch-size", str(batch_size), *words]
     note = directory.with_name(f"{directory.name}.json")
     if _fresh(note, directory, stamp(model, words)):
-        progress(f"batch {batch_size}: using {directory}")
+        say(f"batch {batch_size}: using {directory}")
         return
-    progress(f"batch {batch_size}: tracing")
+    say(f"batch {batch_size}: tracing")
     run_trace([*words, "-o", str(directory), "--force"], f"batch {batch_size}")
     made = stamp(model, words)  # with what --calibrate has added to the profile
     write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")

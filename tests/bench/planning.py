@@ -16,14 +16,13 @@ from typing import Any, Final
 
 import click
 
-from simulator.allocator.device_fit import Setting
 from simulator.core.budget import parse_budget
-from simulator.core.limits import Levers, Limits
+from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import KINDS
-from simulator.planners import DEFAULT
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.planning import plan_for
+from simulator.prediction.ask import ask
+from simulator.prediction.question import Question
 from tests.bench.recorded import CACHE, trace_of
 from traces.records.plan import Plan
 from traces.records.store import load
@@ -50,7 +49,7 @@ def planned(trace: Trace, budget: str, levers: Levers) -> tuple[float, Plan | No
     budget_bytes = parse_budget(budget, problem.saved.timeline.peak_allocated_bytes)
     problem, began = Problem(trace), time.process_time()
     try:
-        found = plan_for(problem, DEFAULT, Limits(), Setting(), budget_bytes=budget_bytes, levers=levers).plan
+        found = ask(problem, Question(budget=budget_bytes, levers=levers)).planned.plan
     except Infeasible:
         found = None
     return time.process_time() - began, found

@@ -93,10 +93,10 @@ def test_no_plan_is_below_the_bound(trace: Trace) -> None:
 
 def test_pareto_and_compare(trace: Trace) -> None:
     front = pareto(trace, 4, planner="mu-two")
-    assert [p.budget_bytes for p in front.points] == sorted(p.budget_bytes for p in front.points)
-    assert front.points[-1].overhead_percent == 0
+    assert [p.budget_bytes for p in front.rows] == sorted(p.budget_bytes for p in front.rows)
+    assert front.rows[-1].overhead_percent == 0
     found = compare(trace, "85%", ["mu-two", "save-all"])
-    assert {e.planner: e.feasible for e in found.entrants} == {"mu-two": True, "save-all": False}
+    assert {row.planner: row.feasible for row in found.rows} == {"mu-two": True, "save-all": False}
     with pytest.raises(SpecError):
         pareto(trace, 1)
 

@@ -8,11 +8,11 @@ import pytest
 
 from simulator.allocator.device_fit import Setting
 from simulator.core import replay as engine
-from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.prediction.planning import plan_for
+from simulator.prediction.ask import ask
+from simulator.prediction.question import Question
 from simulator.prediction.step import predict
 from tests.tiny import chain
 from traces.records.plan import Action
@@ -29,8 +29,7 @@ def test_replays_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "build", counted)
     problem = Problem(of)
     kept = predict(problem, Setting())
-    budget_bytes = kept.saved.timeline.peak_allocated_bytes * 7 // 10
-    c = plan_for(problem, "mu-two", DEFAULTS, Setting(), budget_bytes=budget_bytes)
+    c = ask(problem, Question(budget="70%", planner="mu-two")).planned
     assert c.plan.actions
     assert sorted(len(actions) for actions in built) == [0, len(c.plan.actions)]
     # And they are what anybody else would make.
@@ -42,8 +41,7 @@ def test_replays_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_plan_is_replayed_for_itself() -> None:
     of = chain(8)
-    peak_bytes = Problem(of).saved.timeline.peak_allocated_bytes
-    c = plan_for(Problem(of), "mu-two", DEFAULTS, Setting(), budget_bytes=peak_bytes * 7 // 10)
+    c = ask(Problem(of), Question(budget="70%", planner="mu-two")).planned
     fewer = replace(c.plan, actions=c.plan.actions[:1])
     assert predict(Problem(of), Setting(), fewer).planned.schedule == build(Problem(of), fewer.actions)
     assert predict(Problem(of), Setting(), replace(c.plan, actions=())).planned.schedule == build(Problem(of))

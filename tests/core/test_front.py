@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.allocator.device_fit import Setting
 from simulator.bounds.instants import Instants
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
@@ -17,6 +16,8 @@ from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segmented import segmentations, split
 from simulator.planners.segments import actions_for
+from simulator.prediction.ask import silent
+from simulator.prediction.question import Question
 from simulator.studies.pareto import pareto
 from tests.strategies import traces
 from tests.tiny import chain
@@ -37,10 +38,10 @@ def alone_for(of: Trace, budget_bytes: int) -> tuple[Plan | None, str]:
 @settings(max_examples=150, deadline=None)
 @given(of=traces(max_forward=12, max_backward=12))
 def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Trace) -> None:
-    done = pareto(Problem(of), "t", "mu-two", 6, NO_LIMIT, Setting())
-    times = [p.step_time_ns for p in done.points if p.step_time_ns is not None]
+    done = pareto(Problem(of), "t", Question(planner="mu-two", limits=NO_LIMIT), 6, silent)
+    times = [p.step_time_ns for p in done.rows if p.step_time_ns is not None]
     assert times == sorted(times, reverse=True)
-    for point, plan in zip(done.points, done.plans, strict=True):
+    for point, plan in zip(done.rows, done.plans, strict=True):
         alone, why_not = alone_for(of, point.budget_bytes)
         if not point.feasible:
             assert point.message == why_not
@@ -50,7 +51,7 @@ def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Tr
             assert point.step_time_ns is not None
             assert point.step_time_ns <= timeline.step_time_ns
             if point.made_for_bytes == point.budget_bytes:
-                assert plan == alone
+                assert plan.actions == alone.actions
         if plan is not None:
             timeline = Problem(of).replay(plan.actions).timeline
             assert (point.peak_allocated_bytes, point.step_time_ns) == (

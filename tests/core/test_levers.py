@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from simulator.allocator.device import DeviceMemory
-from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
@@ -18,6 +17,7 @@ from simulator.core.rewrites.edit import Editing
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import levers
+from simulator.prediction.ask import ask
 from simulator.prediction.levers import (
     Changed,
     changed_steps,
@@ -27,8 +27,9 @@ from simulator.prediction.levers import (
     plan_with_levers,
     study,
 )
-from simulator.prediction.planning import plan_for
+from simulator.prediction.question import DEVICE, Question
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
+from simulator.studies.tracing import Traced
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError, TraceError
 from traces.records.gradient_errors import GradientErrors
@@ -249,10 +250,8 @@ def test_a_trace_without_stretches_says_what_to_do() -> None:
     assert "trace again" not in str(refused.value)
     said: list[str] = []
     levers = Levers(allow="fp")
-    made = plan_for(
-        Problem(older), "search", SECONDS, Setting(), budget_bytes=900, levers=levers, progress=said.append
-    )
-    assert made.plan.rewrites == ()
+    made = ask(Problem(older), Question(budget=900, limits=SECONDS, levers=levers), say=said.append)
+    assert made.planned.plan.rewrites == ()
     assert any("so trace again" in line for line in said)
 
 
@@ -295,11 +294,11 @@ def test_the_study_says_how_far_each_lever_reaches() -> None:
 def test_a_larger_batch_fits_with_the_loss_head_in_tiles(tmp_path: Path) -> None:
     def largest(allow: str) -> MaxBatch:
         device = DeviceMemory(name="d", kind="cpu", memory_bytes=2000)
-        asked = Request(
-            model="m", device=device, directory=tmp_path, overhead_percent=200.0, planner="search", limits=SECONDS,
-            levers=Levers(allow=allow),
-        )  # fmt: skip
-        return max_batch(asked, head, lambda line: None)
+        asked = Question(
+            budget=DEVICE, device=lambda kind: device, limits=SECONDS, levers=Levers(allow=allow)
+        )
+        traced = Traced(model="m", directory=tmp_path)
+        return max_batch(Request(traced=traced, question=asked, overhead_percent=200.0), head)
 
     # Without: w 8, x 8, z and gz 400 each, loss or g 4: 820 for one example, 1,636 for two.
     assert largest("bit").with_plan == 2
@@ -317,14 +316,14 @@ def test_a_changed_step_that_contradicts_itself_is_not_planned(monkeypatch: pyte
 
     monkeypatch.setattr(tile, "edit", wrong)
     problem = Problem(head())
-    for ask in (
+    for make in (
         lambda: rewritten_problem(problem, [in_tiles(2)]),
         lambda: plan_with_levers(
             problem, 800, Levers(allow="fp"), lambda step: plan_with("search", step, 800)
         ),
     ):
         with pytest.raises(TraceError, match="negative time"):
-            ask()
+            make()
 
 
 def test_steps_that_fewer_kinds_change_are_planned_although_others_promise_more(

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import NONE, Constraints, Levers, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import lowest_peak
-from simulator.prediction.planning import plan_for
+from simulator.prediction.ask import ask
+from simulator.prediction.question import Question
+from simulator.prediction.step import Prediction
 from tests.exhaust import draw_trace, frontier
 from traces.records.store import load
 from traces.records.trace import Trace
 
 QUICK = Limits(seconds=1)
 ALONE = Levers(kinds=())  # recomputation and nothing else
+
+
+def answered(of: Trace | Problem, budget: int, **words: Any) -> Prediction:
+    problem = of if isinstance(of, Problem) else Problem(of)
+    return ask(problem, Question(**{"budget": budget, "levers": ALONE, **words})).planned
 
 
 def refused(
@@ -28,7 +36,7 @@ def refused(
     with pytest.raises(Infeasible) as alone:
         plan_with("search", problem, budget_bytes, limits)
     with pytest.raises(Infeasible) as told:
-        plan_for(problem, "search", limits, Setting(), budget_bytes=budget_bytes, levers=ALONE)
+        answered(problem, budget_bytes, limits=limits)
     assert told.value.figures["floor"] == alone.value.figures["floor"]
     before, now = (error.value.figures["lowest_peak_bytes"] for error in (alone, told))
     return before, now, str(told.value)
@@ -64,11 +72,11 @@ def test_only_below_the_floor_and_by_the_planner_that_can(monkeypatch: pytest.Mo
     floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
     monkeypatch.setattr(lowest_peak, "Annealer", None)  # whoever walks fails
     with pytest.raises(Infeasible, match="the lowest peak that mu-two reaches"):
-        plan_for(Problem(of), "mu-two", Limits(), Setting(), budget_bytes=floor_bytes // 2)
+        answered(of, floor_bytes // 2, planner="mu-two")
     with pytest.raises(Infeasible, match="search found no plan"):
-        plan_for(Problem(of), "search", Limits(seconds=0.01), Setting(), budget_bytes=floor_bytes)
+        answered(of, floor_bytes, limits=Limits(seconds=0.01))
     with pytest.raises(TypeError):
-        plan_for(Problem(of), "search", Limits(), Setting(), budget_bytes=floor_bytes // 2)
+        answered(of, floor_bytes // 2)
 
 
 def test_constraints_hold_for_it_too() -> None:

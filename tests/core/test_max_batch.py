@@ -19,7 +19,10 @@ from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
+from simulator.prediction.ask import Say
+from simulator.prediction.question import DEVICE, Question
 from simulator.studies.max_batch import MaxBatch, Request, Verdict, boundary, max_batch
+from simulator.studies.tracing import Traced
 from tests import tiny
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError
@@ -92,14 +95,12 @@ def load_gpu(batch: int) -> Trace:
 
 
 def request(tmp_path: Path, memory_bytes: int, kind: str = "cpu", **more: Any) -> Request:
-    values = {
-        "model": "m",
-        "device": DeviceMemory(name="d", kind=kind, memory_bytes=memory_bytes),
-        "directory": tmp_path,
-        "overhead_percent": 30.0,
-        "planner": "mu-two",
-    }
-    return Request(**{**values, **more})
+    device = DeviceMemory(name="d", kind=kind, memory_bytes=memory_bytes)
+    return Request(
+        traced=Traced(model="m", directory=tmp_path),
+        question=Question(budget=DEVICE, planner="mu-two", device=lambda kind: device),
+        **{"overhead_percent": 30.0, **more},
+    )
 
 
 def cheapest(of: Trace, budget: int) -> float | None:
@@ -234,9 +235,9 @@ def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     seen: list[Request] = []
 
-    def search(asked: Request, traces: object, progress: Callable[[str], None]) -> MaxBatch:
+    def search(asked: Request, traces: object, say: Say) -> MaxBatch:
         seen.append(asked)
-        return max_batch(asked, load_gpu if asked.device.kind == "cuda" else load, progress)
+        return max_batch(asked, load_gpu if asked.device.kind == "cuda" else load, say)
 
     monkeypatch.setattr("simulator.studies.max_batch.max_batch", search)
     return seen
@@ -255,7 +256,7 @@ def test_the_command(traced: list[Request], tmp_path: Path) -> None:
     assert said == json.loads((tmp_path / "out" / "max-batch.json").read_text("utf-8"))
     assert said["without_plan"]["batch_size"] == 20
     assert said["with_plan"]["plan"]["peak_allocated_bytes"] <= memory
-    assert traced[0].tracer_options == ("--image-size", "32", "--amp=bf16")
+    assert traced[0].traced.words == ("--image-size", "32", "--amp=bf16")
     text = command(*words).stdout
     assert "without a plan: batch 20" in text
     assert f"batch {said['with_plan']['batch_size']} at +" in text
@@ -271,9 +272,9 @@ def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[Request], tmp_path
     assert (said["stopped_at_maximum"], said["alloc_conf"]) == (True, "expandable_segments:True")
     device = said["device_memory"]
     assert device["reserve_bytes"] == device["memory_bytes"] * 2 // 100
-    assert traced[0].tracer_options == ("--target", "A100-40")
+    assert traced[0].traced.words == ("--target", "A100-40")
     command(*words, "--device", "cuda", "--reserve", "0")
-    assert traced[1].tracer_options == ("--device", "cuda")
+    assert traced[1].traced.words == ("--device", "cuda")
     assert traced[1].device.reserve_bytes == 0
     assert "--max tries more" in command(*words).stdout
 

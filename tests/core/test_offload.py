@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from simulator.allocator.device_fit import Setting
+from simulator.api import compare
 from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Levers, Limits
@@ -18,7 +18,6 @@ from simulator.core.schedule import Schedule
 from simulator.core.transfers import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers, study
-from simulator.studies.comparison import compare
 from tests.tiny import bwd, fwd, trace
 from traces.devices import device
 from traces.errors import PlanError, SpecError
@@ -319,9 +318,9 @@ def test_mu_two_as_printed_swaps_or_recomputes_by_overhead() -> None:
     assert not plan.actions
     line = rewritten_problem(long, plan.rewrites).saved.timeline
     assert (line.step_time_ns, line.peak_allocated_bytes) == (long.trace.time_ns, 4 * M + 4)
-    row = compare(long, "step", 4 * M + 8, ("mu-two-swap", "mu-two"), Limits(), Setting()).entrants
-    assert [(e.feasible, e.overhead_percent) for e in row] == [(True, 0.0), (True, 25.0)]
-    assert row[0].gap_points is None  # the bound is of plans that copy nothing
+    rows = compare(long, 4 * M + 8, ("mu-two-swap", "mu-two")).rows
+    assert [(row.feasible, row.overhead_percent) for row in rows] == [(True, 0.0), (True, 25.0)]
+    assert rows[0].gap_points is None  # the bound is of plans that copy nothing
     short = plan_with("mu-two-swap", Problem(step(u=2000)), 5 * M + 8)
     assert not short.rewrites
     assert len(short.actions) == 1

@@ -254,18 +254,12 @@ def test_the_table_of_planners_is_the_registry() -> None:
 
 
 def test_every_key_of_simulates_json_is_documented() -> None:
-    from simulator import simulate
-    from simulator.planners import plan_with
-    from simulator.planners.outcome import Infeasible
-    from simulator.studies.answer import Answer, refusal
+    from simulator.prediction.ask import ask
+    from simulator.prediction.question import Question
 
     record = small_trace()
-    kept = simulate(record)
-    data = Answer(planned=kept, asked=kept, trace_name="t", solve_seconds=0.0).to_json()
-    keys = {*data, *data["plan"], *data["untouched"]}
-    with pytest.raises(Infeasible) as refused:
-        plan_with("mu-two", Problem(record), 1)
-    keys |= {*refusal("t", kept, "mu-two", refused.value, 0.0)}
+    data = ask(Problem(record), Question()).to_json()
+    keys = {*data, *data["plan"], *data["untouched"], *ask(Problem(record), Question(budget=1)).to_json()}
     assert keys <= quoted(section(FORMATS, "What the commands print with --json"))
 
 

@@ -21,7 +21,9 @@ from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.core.replay import by_category, peak_by_category, run
 from simulator.core.schedule import build
+from simulator.prediction.ask import Answer
 from simulator.prediction.levers import study
+from simulator.prediction.question import Question
 from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
 from simulator.report.page import (
@@ -34,13 +36,12 @@ from simulator.report.page import (
 )
 from simulator.report.step import activations, at_peak, provenance, recomputations
 from simulator.show.tables import Cell, Table
-from simulator.studies.answer import Answer
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
-from traces.records.plan import RECOMPUTE, Action, Plan, PredictionWarning
+from traces.records.plan import ALLOCATED, RECOMPUTE, Action, Plan, PredictionWarning
 from traces.records.trace import CATEGORIES, Trace
 from traces.units import show_bytes, show_time
 
@@ -57,7 +58,10 @@ def predicted(trace: Trace, plan: Plan, budget_bytes: int | None) -> Prediction:
 
 def answered(trace: Trace, plan: Plan, budget_bytes: int | None) -> Answer:
     c = predicted(trace, plan, budget_bytes)
-    return Answer(planned=c, asked=c, trace_name="t", solve_seconds=0.0)
+    asked = Question(budget=budget_bytes)
+    return Answer(
+        question=asked, trace_name="t", asked=c, found=c, budget_bytes=budget_bytes, budget_of=ALLOCATED
+    )
 
 
 def names_replaced(trace: Trace, name: str) -> Trace:

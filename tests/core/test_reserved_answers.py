@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, setti
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.cli.main import main
-from simulator.core.limits import Limits
+from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
@@ -338,6 +339,9 @@ def test_a_gpu_that_is_named_means_reserved_memory(network: Path, cpu_network: P
     assert api.plan(load(network), "80%", device="a100-40", planner="mu-two").budget_of == RESERVED
 
 
+NOW = Clock(deadline=math.inf)
+
+
 def made(reserves: Callable[[int], int], least: int = 0) -> Any:
     """Makes plans that remember their budget and for which the allocator reserves `reserves(budget)`; and what it was
     asked."""
@@ -359,20 +363,20 @@ def highest_within(tried: list[Tried], limit_bytes: int) -> int:
 
 def test_the_search_for_a_budget_of_reserved_memory() -> None:
     make, asked = made(lambda budget: budget)
-    assert highest_within(lower_until_within(make, 1000)[0], 1000) == 1000
+    assert highest_within(lower_until_within(make, 1000, NOW)[0], 1000) == 1000
     assert asked == [1000]  # what fits at once is taken at once
     make, asked = made(lambda budget: budget + budget // 4)
-    tried, why = lower_until_within(make, 1000)
+    tried, why = lower_until_within(make, 1000, NOW)
     assert why is None
     assert 780 <= highest_within(tried, 1000) <= 800  # 800 is the largest that does
     assert len(asked) <= ATTEMPTS
     make, asked = made(lambda budget: budget + 500, least=700)
-    tried, why = lower_until_within(make, 1000)
+    tried, why = lower_until_within(make, 1000, NOW)
     assert min(t.reserved_bytes for t in tried) > 1200  # none above 700 reserves less
     assert "too little" in str(why)
     make, _ = made(lambda budget: budget, least=2000)
     with pytest.raises(BudgetError, match="too little"):
-        lower_until_within(make, 1000)
+        lower_until_within(make, 1000, NOW)
 
 
 def test_device_memory_in_words() -> None:

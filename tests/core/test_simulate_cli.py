@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from simulator.cli.main import main
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, plan_with
+from simulator.prediction.ask import silent
+from simulator.prediction.question import Question
 from simulator.studies import tracing
-from simulator.studies.sweep import Sweep, SweepRequest, SweepRow
-from simulator.studies.sweep import sweep as predict
+from simulator.studies.sweep import Sweep, SweepRow, sweep
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
 from traces.errors import LowtideError, TraceError
@@ -159,9 +160,10 @@ def test_a_bad_budget_is_refused_before_the_trace_is_opened() -> None:
         (["T", "more"], "unexpected extra argument"),
         (["--json"], "Missing argument"),
         ([""], "Missing argument"),
-        (["T", "--budget", "60%", "--seconds", "nan"], "no number of seconds"),
-        (["T", "--budget", "60%", "--seconds", "inf"], "no number of seconds"),
-        (["T", "--budget", "60%", "--seconds", "-1"], "not in the range"),
+        *(
+            (["T", "--budget", "60%", "--seconds", s], "give a number of seconds")
+            for s in ("nan", "inf", "-1")
+        ),
     ],
 )
 def test_wrong_words(words: Sequence[str], message: str, network: Path) -> None:
@@ -284,21 +286,13 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
     return tracer
 
 
-def request_for(directory: Path, **values: Any) -> SweepRequest:
-    given = {
-        "model": "m",
-        "batch_sizes": (4, 8),
-        "budget": "80%",
-        "planner": "mu-two",
-        "directory": directory,
-    }
-    return SweepRequest(**{**given, **values})
+def swept(directory: Path, *sizes: int, budget: str = "80%") -> Sweep:
+    asked = Question(budget=budget, planner="mu-two")
+    return sweep(tracing.Traced(model="m", directory=directory), sizes or (4, 8), asked, silent)
 
 
-def ensure_trace(
-    request: SweepRequest, batch_size: int, directory: Path, progress: Callable[[str], None]
-) -> None:
-    tracing.ensure_trace(request.model, batch_size, request.tracer_options, directory, progress)
+def ensure(directory: Path, model: str = "m", *words: str) -> None:
+    tracing.ensure_trace(model, 4, words, directory, silent)
 
 
 def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Path) -> None:
@@ -309,10 +303,10 @@ def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Pat
     options = ["--seq-len", "7", "--target", "h200", "--optimizer", "adam", "--image-size", "32"]
     out = ["-o", str(directory / "trace-b32"), "--force", "-q"]
     assert tracer.commands[0] == ["m", "--batch-size", "32", *options, *out]
-    sweep = Sweep.load(directory / "sweep.json")
-    assert json.loads(result.stdout) == json.loads(json.dumps(sweep.to_json()))
-    assert [row.batch_size for row in sweep.rows] == [32, 64]
-    for row in sweep.rows:
+    done = Sweep.load(directory / "sweep.json")
+    assert json.loads(result.stdout) == json.loads(json.dumps(done.to_json()))
+    assert [row.batch_size for row in done.rows] == [32, 64]
+    for row in done.rows:
         of = load(directory / row.trace_path)
         plan = Plan.load(directory / row.plan_path)
         assert row.feasible
@@ -328,20 +322,16 @@ def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Pat
 def test_a_trace_is_used_again_only_if_the_same_command_made_it(tracer: Tracer, tmp_path: Path) -> None:
     directory = tmp_path / "trace-b4"
 
-    def ensure(request: SweepRequest) -> int:
+    def runs(*words: str) -> int:
         before = len(tracer.commands)
-        ensure_trace(request, 4, directory, lambda line: None)
+        ensure(directory, "m", *words)
         return len(tracer.commands) - before
 
-    request = request_for(tmp_path)
-    assert ensure(request) == 1
-    assert ensure(request) == 0
-    assert ensure(request_for(tmp_path, tracer_options=("--seq-len", "8"))) == 1
-    assert ensure(request) == 1
+    assert [runs(), runs(), runs("--seq-len", "8"), runs()] == [1, 0, 1, 1]
     save(chain(2), directory, force=True)  # someone put another trace there
-    assert ensure(request) == 1
+    assert runs() == 1
     (directory / "ops.parquet").write_bytes(b"")
-    assert ensure(request) == 1
+    assert runs() == 1
 
 
 def test_another_torch_makes_a_new_trace(
@@ -352,7 +342,7 @@ def test_another_torch_makes_a_new_trace(
     def runs(**installed: str) -> int:
         monkeypatch.setattr(tracing, "versions", lambda: installed)
         before = len(tracer.commands)
-        ensure_trace(request_for(tmp_path), 4, tmp_path / "trace-b4", lambda line: None)
+        ensure(tmp_path / "trace-b4")
         return len(tracer.commands) - before
 
     assert runs(torch="2.13.0", transformers="5.1") == 1
@@ -394,7 +384,7 @@ def test_another_device_profile_makes_a_new_trace(
 
     def runs() -> int:
         before = len(tracer.commands)
-        ensure_trace(request_for(tmp_path, tracer_options=options), 4, tmp_path / "t", lambda line: None)
+        ensure(tmp_path / "t", "m", *options)
         return len(tracer.commands) - before
 
     def measured(path: Path, time_ns: int) -> None:
@@ -418,17 +408,15 @@ def test_another_device_profile_makes_a_new_trace(
 def test_editing_the_build_function_makes_a_new_trace(tracer: Tracer, tmp_path: Path, function: str) -> None:
     source = tmp_path / "train.py"
     source.write_text("one")
-    request = request_for(tmp_path, model=f"{source}{function}")
     for text, runs in (("one", 1), ("one", 1), ("two", 2)):
         source.write_text(text)
-        ensure_trace(request, 4, tmp_path / "trace-b4", lambda line: None)
+        ensure(tmp_path / "trace-b4", f"{source}{function}")
         assert len(tracer.commands) == runs
 
 
 def test_a_batch_size_that_does_not_fit_is_a_row(tracer: Tracer, tmp_path: Path) -> None:
     enough_for_4 = "40MiB"
-    sweep = predict(request_for(tmp_path, batch_sizes=(4, 64), budget=enough_for_4), lambda line: None)
-    small, large = sweep.rows
+    small, large = swept(tmp_path, 4, 64, budget=enough_for_4).rows
     assert small.feasible
     assert not large.feasible
     assert "No plan can stay within" in large.message or "found no plan" in large.message
@@ -442,9 +430,9 @@ def test_a_batch_size_that_does_not_fit_is_a_row(tracer: Tracer, tmp_path: Path)
 def test_a_plan_of_an_earlier_sweep_does_not_survive_a_budget_that_fails(
     tracer: Tracer, tmp_path: Path
 ) -> None:
-    predict(request_for(tmp_path), lambda line: None)
+    swept(tmp_path)
     assert (tmp_path / "plan-b4.json").exists()
-    predict(request_for(tmp_path, budget="1%"), lambda line: None)
+    swept(tmp_path, budget="1%")
     assert not (tmp_path / "plan-b4.json").exists()
 
 
@@ -468,7 +456,7 @@ def test_a_tracer_that_fails_is_quoted(tracer: Tracer, tmp_path: Path) -> None:
     tracer.failing = 8
     no_traceback(result)
     with pytest.raises(LowtideError):
-        predict(request_for(tmp_path), lambda line: None)
+        swept(tmp_path)
 
 
 def test_what_a_sweep_decides_itself_does_not_go_to_trace(tracer: Tracer, tmp_path: Path) -> None:
@@ -496,7 +484,7 @@ def test_the_limits_reach_the_planner(
         seen.append((limits.seconds, limits.seed))
         return plan_with(name, problem, budget_bytes, limits)
 
-    monkeypatch.setattr("simulator.prediction.planning.plan_with", spy)
+    monkeypatch.setattr("simulator.prediction.ask.plan_with", spy)
     words = ["--budget", "90%", "--seconds", "1.5", "--seed", "3"]
     directory = save(chain(9, size=100), tmp_path / "t")
     assert simulate(directory, *words).exit_code == 0
@@ -538,8 +526,8 @@ def test_a_sweep_comes_back_as_it_was(tmp_path: Path) -> None:
         flops=9,
         measured={"eager": figures},
     )
-    sweep = Sweep(model="m", options={"seq_len": 7}, target="H200", rows=(row,))
-    assert Sweep.load(sweep.save(tmp_path / "sweep.json")) == sweep
+    done = Sweep(model="m", options={"seq_len": 7}, target="H200", rows=(row,))
+    assert Sweep.load(done.save(tmp_path / "sweep.json")) == done
 
 
 @pytest.mark.parametrize(

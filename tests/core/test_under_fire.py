@@ -139,15 +139,13 @@ def test_simulate_does_not_replace_a_plan_that_came_while_it_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan.json"
-    import simulator.api
+    from simulator.planners import plan_with
 
-    made = simulator.api.plan
-
-    def slow(*args: object, **kwargs: object) -> object:
+    def slow(*args: object) -> object:
         path.write_text("theirs")
-        return made(*args, **kwargs)  # type: ignore[arg-type]
+        return plan_with(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(simulator.api, "plan", slow)
+    monkeypatch.setattr("simulator.prediction.ask.plan_with", slow)
     result = CliRunner().invoke(main, ["resnet152-cpu/trace-b4", "--planner", "save-all", "-o", str(path)])
     assert result.exit_code == 2
     assert "exists; give --force" in result.output

@@ -1,0 +1,142 @@
+"""`simulate sweep` and `max-batch`: one model, traced and planned at several batch sizes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from simulator.cli.options import (
+    ALLOC_CONF,
+    BUDGET_OF,
+    LEVERS,
+    PLANNER,
+    SEARCH,
+    TRACE_WORDS,
+    Words,
+    answer_options,
+    asking,
+    listed,
+    output_options,
+    show,
+    words_for_trace,
+)
+from traces.commands import Output, Refused
+from traces.errors import BudgetError, SpecError
+from traces.model_spec import short_name
+
+DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is meant to have
+BUDGET = click.option(
+    "--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak."
+)
+DEVICE = (
+    click.option("--gpu", metavar="NAME", help="A device of `trace targets`, such as a100-40; `cpu` is one."),
+    click.option("--device-memory", "--memory", "memory", metavar="SIZE",
+                 help="So much memory; without --gpu, of a CPU."),
+    click.option("--context", metavar="SIZE", help="What CUDA's context takes of a GPU (assumed: 512MiB)."),
+    click.option("--reserve", metavar="SIZE",
+                 help="What shall stay free, a size or a share (GPU: 2%, CPU: none)."),
+)  # fmt: skip
+
+
+@click.command("sweep", context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@TRACE_WORDS
+@click.option("--batch-sizes", required=True, help="For example 8,16,32,64.")
+@asking(BUDGET, BUDGET_OF, ALLOC_CONF, PLANNER, *SEARCH, *LEVERS)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
+@output_options
+def sweep_command(
+    model: str, trace_words: tuple[str, ...], batch_sizes: str, words: Words, output: Path | None, out: Output
+) -> None:
+    """Trace and plan MODEL at several batch sizes.
+
+    Any other option goes to `trace`, such as --seq-len 512 or --target h200. Traces, plans and sweep.json are written
+    to one directory; a trace that the same options made before is used again. A batch size for which no plan fits is
+    reported as such; the exit code is 1 only if none fits.
+    """
+    from simulator.prediction.question import question
+    from simulator.studies.sweep import sweep
+    from simulator.studies.tracing import Traced
+
+    asked, sizes = question(**words), parse_batch_sizes(batch_sizes)
+    directory = output or Path(f"{short_name(model)}-sweep")
+    traced = Traced(model=model, directory=directory, words=words_for_trace(model, trace_words))
+    found = sweep(traced, sizes, asked, out.say)
+    if out.report is not None:
+        from simulator.report.sweep import write_sweep
+
+        write_sweep(out.report, found, root=directory)
+    out.show(found.to_json, lambda: "\n".join(found.lines(directory)))
+    if not any(row.feasible for row in found.rows):
+        raise BudgetError(f"no batch size fits: {found.rows[0].message}")
+
+
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes from `8,16,32`; raises SpecError if one is no positive number or stands twice."""
+    words = listed("--batch-sizes", text)
+    if not all(re.fullmatch("[1-9][0-9]*", word) for word in words):
+        raise SpecError(f"--batch-sizes {text!r}: give positive whole numbers with commas, such as 8,16,32.")
+    return tuple(map(int, words))
+
+
+@click.command("max-batch", context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@TRACE_WORDS
+@click.option(
+    "--budget-overhead", default="30%", show_default=True, help="What a plan may add to the time of a step."
+)
+@click.option(
+    "--multiple-of", type=click.IntRange(min=1), default=1, show_default=True, help="Of batch sizes."
+)
+@click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
+              help="The largest batch size to try.")  # fmt: skip
+@asking(*DEVICE, ALLOC_CONF, PLANNER, *SEARCH, *LEVERS)
+@click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
+              help="Directory (default: MODEL-max-batch).")  # fmt: skip
+@answer_options
+def max_batch_command(
+    model: str, trace_words: tuple[str, ...], budget_overhead: str, words: Words, out: Output, **limits: Any
+) -> None:
+    """The largest batch of MODEL that fits a device, without a plan and with one.
+
+    \b
+    simulate max-batch bert-base --gpu a100-40 --seq-len 512
+    simulate max-batch resnet50 --gpu a100-40 --budget-overhead 10% --alloc-conf expandable_segments:True
+    simulate max-batch resnet18 --memory 2GiB --image-size 96 --device cpu     on the CPU, its ops measured
+
+    Any other option goes to `trace`. Traces and plans stay in one directory and are used again. On a GPU reserved
+    memory must fit, on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
+    """
+    from simulator.allocator.device import CPU
+    from simulator.prediction.question import DEVICE, question
+    from simulator.studies.max_batch import max_batch, request_for
+    from traces.devices import device
+    from traces.files.json_records import canonical_json
+    from traces.files.whole import write_text
+
+    words_for_trace(model, trace_words, "--target")  # which --gpu decides
+    if words["reserve"] is None and words["gpu"] is not None and device(words["gpu"]).kind != CPU:
+        words["reserve"] = DEFAULT_RESERVE
+    price = _percent(budget_overhead)
+    request = request_for(
+        model, question(budget=DEVICE, **words), overhead_percent=price, words=trace_words, **limits
+    )
+    found = max_batch(request, lambda batch_size: request.traced.at(batch_size, out.say), out.say)
+    write_text(request.traced.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
+    show(out, found)
+    if not found.with_plan:
+        smallest = f"{request.device.name} at batch {request.multiple_of}"
+        raise Refused(f"{model} does not fit {smallest}, with or without a plan.", 1)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise SpecError(f"--budget-overhead {text!r}: give a share of the step's time, such as 10%.")
+    return value

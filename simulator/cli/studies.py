@@ -1,0 +1,84 @@
+"""`simulate compare`, `pareto` and `levers`: studies of one trace."""
+
+from __future__ import annotations
+
+import click
+
+from simulator.cli.options import BUDGET, DEVICE, PLANNER, SEARCH, Words, asking, listed, output_options, show
+from traces.commands import Output
+from traces.errors import BudgetError
+
+
+@click.command("compare")
+@click.argument("trace_name", metavar="TRACE")
+@asking(BUDGET, *SEARCH, *DEVICE)
+@click.option("--planners", help="Which, with commas (default: all of `simulate planners`).")
+@output_options
+def compare_command(trace_name: str, words: Words, planners: str | None, out: Output) -> None:
+    """Set the planners side by side on one trace and budget.
+
+    Peak, added time, the gap to the certified bound, and solve time of each, or why it has no plan. --seconds is for
+    each planner. Exit code: 0 done, 1 no planner has a plan within the budget, 2 the input is wrong.
+    """
+    from simulator.api import compare
+
+    names = None if planners is None else listed("--planners", planners)
+    found = compare(trace_name, planners=names, name=trace_name, progress=out.say, **words)
+    if out.report is not None:
+        from simulator.report.plans import write_comparison
+
+        write_comparison(out.report, found)
+    show(out, found)
+    if not found.feasible:
+        why = found.rows[0].message
+        raise BudgetError(f"no planner has a plan within {found.budget_bytes} bytes: {why}")
+
+
+@click.command("pareto")
+@click.argument("trace_name", metavar="TRACE")
+@click.option(
+    "--points", type=click.IntRange(min=2), default=20, show_default=True, help="Number of budgets."
+)
+@asking(PLANNER, *SEARCH, *DEVICE)
+@output_options
+def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> None:
+    """The whole front of one trace: what each GiB costs.
+
+    Budgets lie evenly between the floor, below which no plan can go, and the peak with everything saved. A larger
+    budget never has a slower plan. --seconds is for the whole front.
+    """
+    from simulator.api import pareto
+
+    found = pareto(trace_name, points, name=trace_name, progress=out.say, **words)
+    if out.report is not None:
+        from simulator.report.plans import write_front
+
+        write_front(out.report, found)
+    show(out, found)
+
+
+@click.command("levers")
+@click.argument("trace_name", metavar="TRACE")
+@click.option(
+    "--budget", help="Also: what plans within it add at least. Bytes, a size, or a share such as 60%."
+)
+@output_options
+def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
+    """What each lever alone, and all together, could do to the peak.
+
+    Levers change the step before anything is recomputed; `simulate TRACE --allow` lets a plan take them.
+    """
+    from simulator.api import problem_of
+    from simulator.core.budget import parse_budget
+    from simulator.prediction.levers import study
+
+    problem = problem_of(trace_name)
+    whole = problem.saved.timeline.peak_allocated_bytes
+    limit = None if budget is None else parse_budget(budget, whole)
+    out.say("comparing levers")
+    found = study(problem, trace_name, limit)
+    if out.report is not None:
+        from simulator.report.plans import write_levers
+
+        write_levers(out.report, found)
+    out.show(found.to_json, lambda: "\n".join(found.table().lines()))

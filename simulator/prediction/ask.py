@@ -1,0 +1,270 @@
+"""`ask(problem, question)`: the plan for a budget, what it comes to and what no plan can beat; or why there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, settings_to_try
+from simulator.bounds.bound import Bound
+from simulator.core.limits import Levers, Limits
+from simulator.core.problem import Problem
+from simulator.core.replay import Replay, peak_by_category
+from simulator.core.rewrites import rewritten_problem
+from simulator.planners import DEFAULT, plan_with
+from simulator.planners.outcome import Infeasible, figures_of_plan
+from simulator.prediction.levers import (
+    has_head,
+    host_bytes,
+    left_out,
+    lower_bound,
+    nothing_in_tiles,
+    plan_with_levers,
+    with_loss,
+)
+from simulator.prediction.question import Question
+from simulator.prediction.step import Prediction, predict
+from simulator.prediction.warnings import provenance, texts
+from traces.errors import BudgetError, LowtideError
+from traces.records.measurement import RunFigures
+from traces.records.plan import RESERVED, Plan
+from traces.records.trace import Trace
+
+UNLIMITED_BYTES: Final = 1 << 62
+# A plan that tells whether a step is worth more is looked for in so small a part of the time.
+SOONER: Final = 8
+Say = Callable[[str], None]  # is told one line about each thing that is done
+
+
+def silent(line: str) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was asked of one trace, and the plan that was found, or the refusal."""
+
+    question: Question
+    trace_name: str
+    asked: Prediction  # everything saved, under the settings that were asked about
+    budget_bytes: int | None
+    budget_of: str
+    solve_seconds: float = 0.0
+    found: Prediction | None = None  # with the complete plan, under the settings that it carries
+    refusal: LowtideError | None = None
+
+    @property
+    def planned(self) -> Prediction:
+        """The step with the plan; raises the refusal if there is none."""
+        if self.found is None:
+            assert self.refusal is not None
+            raise self.refusal
+        return self.found
+
+    @property
+    def bound(self) -> Bound | None:
+        """What every plan within the budget adds at least, with the levers that are allowed; None: no budget."""
+        limit, levers = self.budget_bytes, self.question.levers
+        if limit is None:
+            return None
+        return self.asked.problem.once(("least", limit, levers), lambda p: lower_bound(p, limit, levers))
+
+    @property
+    def gap_points(self) -> float | None:
+        """The plan's overhead minus the certified bound, in percent of the step with everything saved."""
+        if self.found is None or self.bound is None:
+            return None
+        times = (run.timeline.step_time_ns for run in (self.found.planned, self.found.saved))
+        return self.bound.gap_points(*times)
+
+    @property
+    def left_out(self) -> str:
+        """In words, what the levers could do and may not; "": nothing."""
+        return left_out(self.asked.problem, self.question.levers)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `simulate TRACE --json` prints: without a plan the same keys, its figures empty, and why."""
+        from simulator.prediction.loop_peaks import planned_peaks, untouched_peaks
+
+        c, bound = self.found or self.asked, self.bound
+        meta, warnings = c.trace.meta, [*texts(c)]
+        out = {
+            "trace": self.trace_name,
+            "model": meta.model,
+            "batch_size": meta.batch_size,
+            "target": meta.target,
+            "fingerprint": meta.fingerprint,
+            "provenance": provenance(meta),
+            "alloc_conf": c.setting.alloc_conf,
+            "planner": self.question.planner_name if self.found is None else c.plan.planner,
+            "solve_seconds": round(self.solve_seconds, 3),
+            "bound": {"overhead_percent": None, "reason": "without a budget nothing bounds the added time from below"}
+            if bound is None
+            else bound.to_json(),
+            "gap_points": self.gap_points,
+            "warnings": [*warnings, self.left_out] if self.left_out and self.found else warnings,
+            "feasible": self.found is not None and c.planned_fit.fits is not False,
+            **({} if self.found is None else {"budget_bytes": self.budget_bytes}),
+            "budget_of": self.budget_of,
+            "device_memory": _device(c.saved_fit, None if self.found is None else c.planned_fit),
+            "untouched": untouched_peaks(self.asked).to_json(),
+            "baseline": _run(c.trace, c.saved, c.saved_fit),
+        }  # fmt: skip
+        if self.found is None:
+            plan: dict[str, Any] = {
+                **RunFigures().headline(),
+                "overhead_percent": None,
+                "recomputed_ops": None,
+            }
+            figures = self.refusal.figures if isinstance(self.refusal, Infeasible) else {}
+            return {**out, "plan": plan, "message": str(self.refusal), **figures}
+        plan = {
+            **_run(c.step.trace, c.planned, c.planned_fit),
+            "overhead_percent": c.overhead_percent,
+            "recomputed_ops": c.planned.timeline.recomputed_ops,
+            "recomputed_storages": len(c.plan.recomputed),
+            "recipes": c.plan.by_recipe,
+            **_rewritten(c),
+            **({"ahead_bytes": c.plan.ahead_bytes} if c.plan.ahead_bytes else {}),
+            **planned_peaks(c).parts(),
+        }
+        return {**out, "plan": plan}
+
+
+def _rewritten(c: Prediction) -> dict[str, Any]:
+    """How the step itself is changed, and what that means for its gradients; nothing where it is not."""
+    rewrites = [{"kind": r.kind, "op": r.op, "number": r.number, "error": r.error} for r in c.plan.rewrites]
+    copied = host_bytes(c.trace, c.plan)
+    told = {"rewrites": rewrites, "exactness": c.plan.exactness} if rewrites else {}
+    return told | ({"host_bytes": copied} if copied else {})
+
+
+def _run(trace: Trace, replay: Replay, fit: DeviceFit) -> dict[str, Any]:
+    return {
+        **fit.figures(replay.timeline.step_time_ns).headline(),
+        "allocator": fit.allocator(),
+        "peak_by_category": peak_by_category(trace, replay.schedule, replay.timeline),
+    }
+
+
+def _device(saved: DeviceFit, planned: DeviceFit | None) -> dict[str, Any] | None:
+    """What the device has, and whether both runs fit; `planned` is None where there is no plan."""
+    if saved.device is None:
+        return None
+    return {
+        **saved.device.to_json(),
+        "baseline_fits": saved.fits,
+        "plan_fits": planned and planned.fits,
+        "left_bytes": planned and planned.left_bytes,
+        "baseline_retries_a_step": saved.retries_a_step,
+        "plan_retries_a_step": planned and planned.retries_a_step,
+    }
+
+
+def ask(
+    problem: Problem,
+    question: Question,
+    *,
+    name: str = "",
+    say: Say = silent,
+    refusals: tuple[type[LowtideError], ...] = (BudgetError,),
+) -> Answer:
+    """Answer a question about a trace.
+
+    Args:
+        problem: the trace, under the question's constraints.
+        name: of the trace, for the answer.
+        say: told one line about each thing that is done.
+        refusals: which errors of a planner are an answer.
+
+    Raises:
+        SpecError: the question means nothing for this trace.
+        LowtideError: whatever else the planner raises.
+    """
+    asked = predict(problem, question.setting(problem.trace.meta))
+    limit, of = question.limit(asked)
+    asked = replace(asked, budget_bytes=limit)
+    answer = Answer(question=question, trace_name=name, asked=asked, budget_bytes=limit, budget_of=of)
+    _ = answer.bound  # which takes none of the planners' time
+    say(f"planning with {question.planner_name}")
+    begin = time.perf_counter()
+    try:
+        answer = replace(answer, found=_planned(answer, say))
+    except refusals as error:
+        answer = replace(answer, refusal=error)
+    return replace(answer, solve_seconds=time.perf_counter() - begin)
+
+
+def _planned(a: Answer, say: Say) -> Prediction:
+    """The step with the cheapest plan that is found; raises BudgetError: none is within the budget."""
+    problem, q, limit, setting = a.asked.problem, a.question, a.budget_bytes, a.asked.setting
+    under: dict[Problem, Setting] = {}  # the allocator settings of a step's plan
+    if limit is not None and not q.alone and (why := nothing_in_tiles(problem.trace, q.levers)):
+        say(why)
+    limits = q.limits.together()
+
+    def make(step: Problem, limits: Limits) -> Plan:
+        if limit is not None and a.budget_of == RESERVED:
+            from simulator.prediction.reserved_budget import plan_within_reserved
+
+            settings = (setting,) if setting.asked else settings_to_try(step.trace.meta, setting)
+            plan, under[step] = plan_within_reserved(step, q.planner_name, limits, settings, limit, say)
+            return plan
+        try:
+            return plan_with(q.planner_name, step, UNLIMITED_BYTES if limit is None else limit, limits)
+        except Infeasible as error:
+            if q.planner_name != DEFAULT:
+                raise
+            from simulator.prediction.lowest_peak import with_lowest_peak
+
+            raise with_lowest_peak(step, error, limits) from None
+
+    if limit is None or q.alone:
+        plan = make(problem, limits)
+    else:
+        sooner = partial(make, limits=replace(limits, seconds=limits.seconds / SOONER))
+        plan = _cheapest(problem, limit, q.levers, partial(make, limits=limits), sooner)
+    step = rewritten_problem(problem.planned_by(plan), plan.rewrites)
+    setting = under.get(step, setting)
+    ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
+    plan = replace(plan, budget_bytes=limit, budget_of=a.budget_of, ahead_bytes=ahead)
+    return completed(predict(problem, asking_ahead(setting, 0), plan, limit))
+
+
+def _cheapest(
+    problem: Problem,
+    budget_bytes: int,
+    levers: Levers,
+    make: Callable[[Problem], Plan],
+    sooner: Callable[[Problem], Plan],
+) -> Plan:
+    """The cheapest plan: of model and loss function as one only if that runs the loss head in tiles, or if the model
+    alone has none. Raises Infeasible if there is none; the refusal with the lower peak.
+    """
+    joined = None if levers.kinds == () else with_loss(problem, levers)
+    if joined is None or problem.saved.timeline.peak_allocated_bytes <= budget_bytes:
+        return plan_with_levers(problem, budget_bytes, levers, make, sooner)
+    found: list[Plan] = []
+    refusals: list[Infeasible] = []
+    for step, mine in (joined, (problem, levers)):
+        try:
+            found.append(plan_with_levers(step, budget_bytes, mine, make, sooner))
+        except Infeasible as error:
+            refusals.append(error)
+        if found and step is joined[0] and has_head(step, found[0].rewrites):
+            break
+    if not found:
+        raise min(refusals, key=lambda error: error.figures["lowest_peak_bytes"])
+    return found[-1]
+
+
+def completed(c: Prediction) -> Prediction:
+    """The prediction whose plan carries its figures, the allocator settings, and what to say beside them."""
+    told = {"warnings": list(texts(c)), "provenance": provenance(c.trace.meta)}
+    predicted = figures_of_plan(c.saved_figures, c.planned_figures, c.planned.timeline)
+    conf = c.setting.alloc_conf
+    meta = c.plan.meta if conf is None else replace(c.plan.meta, alloc_conf=conf)
+    return replace(c, plan=replace(c.plan, meta=meta, predicted={**predicted, **told}).sealed())

@@ -1,0 +1,278 @@
+"""`simulate compare` and `simulate pareto`: what each row says, monotone fronts, prices, pages, exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from simulator.allocator.device import DeviceMemory
+from simulator.allocator.reserved import reserved_peak
+from simulator.allocator.settings import parse_alloc_conf
+from simulator.api import bound, compare, pareto
+from simulator.cli.main import main
+from simulator.core.limits import Constraints, Limits
+from simulator.core.problem import Problem
+from simulator.core.schedule import build
+from simulator.planners import REGISTRY, plan_with
+from simulator.prediction.ask import Answer
+from simulator.prediction.question import Question
+from simulator.prediction.step import predict
+from simulator.studies.pareto import GIB, cheapest
+from tests.synthetic import resnet
+from tests.tiny import chain
+from traces.errors import SpecError, UnfinishedError
+from traces.records.plan import ALLOCATED, Action, Plan
+from traces.records.store import save
+from traces.records.trace import Trace
+
+BASELINE = "tests.bench.baselines.min_cut:plan"
+CONF = "expandable_segments:True"
+
+
+def simulate(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
+
+
+def peak(of: Trace) -> int:
+    return Problem(of).saved.timeline.peak_allocated_bytes
+
+
+@pytest.fixture(scope="module")
+def small() -> Trace:
+    return resnet((1, 2, 2, 1), batch=64, side=64)
+
+
+@pytest.fixture(scope="module")
+def directory(small: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(small, tmp_path_factory.mktemp("traces") / "small")
+
+
+def test_every_row_is_the_planners_own_plan_judged_by_the_replay(small: Trace) -> None:
+    budget, names = peak(small) * 85 // 100, ("mu-two", "per-block", "save-all")
+    by_name = {row.planner: row for row in compare(small, budget, names).rows}
+    assert tuple(by_name) == names
+    timeline = Problem(small).replay(plan_with("mu-two", Problem(small), budget).actions).timeline
+    row, kept = by_name["mu-two"], by_name["save-all"]
+    assert (row.peak_allocated_bytes, row.step_time_ns) == (
+        timeline.peak_allocated_bytes,
+        timeline.step_time_ns,
+    )
+    added, least = timeline.step_time_ns - small.time_ns, bound(small, budget).added_time_ns
+    assert row.overhead_percent == pytest.approx(100 * added / small.time_ns, abs=1e-4)
+    assert row.gap_points == pytest.approx(100 * (added - least) / small.time_ns, abs=1e-4)
+    assert row.gap_points >= 0
+    assert (kept.feasible, kept.peak_allocated_bytes, kept.lowest_peak_bytes) == (False, None, peak(small))
+    assert "lowest peak" in kept.message
+
+
+def test_compare_prints_a_table_and_one_object(directory: Path, small: Trace) -> None:
+    words = ("compare", directory, "--budget", "85%", "--planners", "mu-two,save-all", "-q")
+    lines = simulate(*words).stdout.splitlines()
+    assert "no plan adds less than" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["planner", "mu-two", "save-all", "warning"]
+    assert "no plan; lowest peak" in lines[3]
+    done = simulate(*words, "--json")
+    data = json.loads(done.stdout)
+    assert (done.stderr, data["feasible"]) == ("", True)
+    assert data["budget_bytes"] == peak(small) * 85 // 100
+    assert [row["planner"] for row in data["planners"]] == ["mu-two", "save-all"]
+    bad = simulate("compare", directory, "--budget", "1%", "--planners", "save-all", "--json", "-q")
+    assert (bad.exit_code, json.loads(bad.stdout)["feasible"]) == (1, False)
+
+
+def test_compare_takes_all_planners_and_constraints(directory: Path) -> None:
+    words = ("compare", directory, "--budget", "95%", "--seconds", "0.5", "--json", "-q")
+    assert simulate(*words, "--never", "*convolution*").exit_code == 2  # the trace names no such op
+    done = simulate(*words, "--never", "layer1")
+    assert done.exit_code == 0, done.output
+    assert [row["planner"] for row in json.loads(done.stdout)["planners"]] == [*REGISTRY]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("compare", "T", "--budget", "90%", "--planners", names) for names in ("mu-two,magic", "mu-two,mu-two", "")),
+        ("pareto", "T", "--planner", "magic"),
+        ("pareto", "T", "--alloc-conf", CONF),
+        ("compare", "T", "--budget", "90%", "--alloc-conf", CONF),
+    ],
+)  # fmt: skip
+def test_words_that_mean_nothing(directory: Path, words: tuple[str, ...]) -> None:
+    done = simulate(*(directory if word == "T" else word for word in words))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert CONF not in words or "no caching allocator" in done.stderr
+
+
+def test_studies_are_of_planners_by_themselves(small: Trace) -> None:
+    with pytest.raises(SpecError, match="by themselves"):
+        compare(small, "80%", allow="fp")  # type: ignore[call-arg]
+    with pytest.raises(SpecError, match="by themselves"):
+        pareto(small, levers=["tile"])  # type: ignore[call-arg]
+
+
+def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
+    done = pareto(small, 9, planner="mu-two", seconds=4)
+    budgets = [row.budget_bytes for row in done.rows]
+    assert budgets == sorted(budgets)
+    assert (budgets[0], budgets[-1]) == (done.floor_bytes, peak(small))
+    times = [row.step_time_ns for row in done.rows if row.step_time_ns is not None]
+    assert times == sorted(times, reverse=True)
+    assert len(times) >= 5
+    for row, plan in zip(done.rows, done.plans, strict=True):
+        assert (plan is None) == (not row.feasible) == bool(row.message)
+        if plan is not None:
+            timeline = Problem(small).replay(plan.actions).timeline
+            assert timeline.peak_allocated_bytes == row.peak_allocated_bytes <= row.budget_bytes
+            assert row.gap_points is not None
+            assert row.gap_points >= 0
+    assert done.rows[-1].overhead_percent == 0
+    assert done.rows[0].price_ns_per_gib is None
+    for below, row in pairwise(done.rows):
+        price = None
+        if below.step_time_ns is not None and row.step_time_ns is not None:
+            between = row.budget_bytes - below.budget_bytes
+            price = round((below.step_time_ns - row.step_time_ns) * GIB / between)
+        assert row.price_ns_per_gib == price
+
+
+def test_a_faster_plan_made_for_a_smaller_budget_is_carried_to_the_larger() -> None:
+    problem = Problem(chain(6, size=100))
+    meta, x = problem.trace.meta, {n: s for s, n in enumerate(problem.trace.storages.name)}
+
+    def answer(budget: int, *names: str) -> Answer:
+        plan = Plan(meta=meta, actions=tuple(Action(storage=x[n]) for n in names))
+        asked = Question(budget=budget)
+        setting = asked.setting(meta)
+        c, kept = predict(problem, setting, plan), predict(problem, setting)
+        return Answer(
+            question=asked, trace_name="t", asked=kept, found=c, budget_bytes=budget, budget_of=ALLOCATED
+        )
+
+    # One value away is faster than three away, although the larger budget's planner took three.
+    slow, fast = answer(10_000, "x1", "x3", "x5"), answer(9_000, "x1")
+    low, high = (a.planned.planned.timeline.peak_allocated_bytes for a in (slow, fast))
+    assert low < high
+    refused = replace(slow, found=None, refusal=SpecError("no"))
+    made = {low - 1: refused, low: refused, high: fast, high + 1: slow}
+    assert cheapest(made) == [None, slow, fast, fast]
+
+
+def test_the_fronts_planner_obeys_constraints(small: Trace) -> None:
+    under = Problem(small, Constraints(never=("layer1 ::",)))
+    for plan in pareto(under, 4, planner="mu-two", seconds=2).plans:
+        if plan is not None:
+            again = build(Problem(small), plan.actions).recomputed_ops
+            assert not any(small.ops.module[op].startswith("layer1.") for op in again)
+
+
+def test_a_budget_that_is_not_finished_costs_no_other_point(
+    directory: Path, small: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the time of a planner that proves or says nothing runs out, the front says so and stands otherwise."""
+    whole = pareto(small, 5, planner="mu-two").rows
+    late = {whole[0].budget_bytes, whole[-2].budget_bytes}
+
+    def plan(name: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
+        if budget_bytes in late:
+            raise UnfinishedError("did not finish in 1 s")
+        return plan_with(name, problem, budget_bytes, limits)
+
+    monkeypatch.setattr("simulator.prediction.ask.plan_with", plan)
+    rows = pareto(small, 5, planner="mu-two").rows
+    assert [row.finished for row in rows] == [row.budget_bytes not in late for row in whole]
+    assert not rows[0].feasible
+    assert (rows[-2].step_time_ns, rows[-2].made_for_bytes) == (
+        whole[-3].step_time_ns,
+        whole[-3].made_for_bytes,
+    )
+    assert {row.message for row in rows if not row.finished} == {"did not finish in 1 s"}
+    words = ("pareto", directory, "--points", 5, "--planner", "mu-two", "-q")
+    lines = simulate(*words, "--report", tmp_path / "front.html").stdout.splitlines()
+    assert "not finished" in lines[6]
+    assert lines[7].startswith("mu-two did not finish 2 of 5 budgets in their share of --seconds: ")
+    assert "not finished" in (tmp_path / "front.html").read_text(encoding="utf-8")
+    data = json.loads(simulate(*words, "--json").stdout)
+    assert [point["finished"] for point in data["points"]] == [row.finished for row in rows]
+
+
+def too_large(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
+    raise SpecError("this planner is for small graphs")
+
+
+def test_a_planner_that_cannot_plan_the_trace_at_all_has_no_front(small: Trace) -> None:
+    with pytest.raises(SpecError, match="is for small graphs"):
+        pareto(small, 4, planner=f"{__name__}:{too_large.__name__}")
+
+
+def test_pareto_prints_a_table_and_one_object(directory: Path) -> None:
+    words = ("pareto", directory, "--points", 4, "--planner", "mu-two", "-q")
+    lines = simulate(*words).stdout.splitlines()
+    assert "4 budgets" in lines[0]
+    assert [line.split()[0] for line in (lines[1], lines[-1])] == ["budget", "warning"]
+    assert len(lines) == 7
+    data = json.loads(simulate(*words, "--json").stdout)
+    assert len(data["points"]) == 4
+    assert data["smallest_peak_bytes"] >= data["floor_bytes"]
+
+
+def test_every_plan_of_a_cpus_trace_is_told_to_fit_or_not(directory: Path, small: Trace) -> None:
+    limit = peak(small) * 9 // 10
+    words = ("--device-memory", limit, "-q")
+    front = ("pareto", directory, "--points", 5, "--planner", "mu-two", *words)
+    data = json.loads(simulate(*front, "--json").stdout)
+    assert (data["device"]["usable_bytes"], data["alloc_conf"]) == (limit, None)
+    contest = ("compare", directory, "--budget", "95%", "--planners", f"mu-two,{BASELINE}", *words)
+    for rows in (data["points"], json.loads(simulate(*contest, "--json").stdout)["planners"]):
+        made = [row for row in rows if row["feasible"]]
+        assert [row["fits"] for row in made] == [row["peak_allocated_bytes"] <= limit for row in made]
+        assert False in [row["fits"] for row in made]
+    assert "too large" in simulate(*front).stdout.splitlines()[2]
+    assert "does not fit the device" in simulate(*contest).stdout
+
+
+def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> None:
+    of = replace(small, meta=replace(small.meta, device="cuda", target="h200"))
+    usable, settings = peak(of) * 95 // 100, parse_alloc_conf(CONF)
+    device = DeviceMemory(name="tiny", kind="cuda", memory_bytes=usable)
+    plain = pareto(of, 3, planner="mu-two")
+    asked = pareto(of, 3, planner="mu-two", alloc_conf=CONF, device=device)
+    contest = compare(of, peak(of), ["mu-two"], alloc_conf=CONF, device=device)
+    assert (asked.setting.alloc_conf, plain.setting.alloc_conf) == (CONF, "")
+    for row, other, plan in zip(asked.rows, plain.rows, asked.plans, strict=True):
+        if plan is not None:
+            schedule = build(Problem(of), plan.actions)
+            grown = reserved_peak(Problem(of), schedule, settings)
+            assert row.fits == (grown.highest_reserved_bytes <= usable)
+            if row.fits:
+                assert row.peak_reserved_bytes == grown.peak_reserved_bytes
+            assert other.peak_reserved_bytes == reserved_peak(Problem(of), schedule).peak_reserved_bytes
+            assert other.fits is None
+    assert {row.fits for row in asked.rows if row.feasible} == {True, False}
+    kept, row = asked.rows[-1], contest.rows[0]
+    assert (row.fits, row.peak_reserved_bytes) == (kept.fits, kept.peak_reserved_bytes)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            ("compare", "--budget", "85%", "--planners", "mu-two,save-all"),
+            ("mu-two", "save-all", "no plan; lowest peak", "Peak against added time"),
+        ),
+        (("pareto", "--points", "4"), ("What each GiB costs", "certified bound", "one GiB less costs")),
+    ],
+)
+def test_the_pages_hold_the_figures_and_a_picture(
+    directory: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    pytest.importorskip("vl_convert")
+    page = tmp_path / "page.html"
+    done = simulate(words[0], directory, *words[1:], "--report", page, "-q")
+    assert done.exit_code == 0, done.output
+    text = page.read_text(encoding="utf-8")
+    assert [part for part in parts if part not in text] == []
