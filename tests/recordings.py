@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from simulator.allocator.caching import Allocator, Block
 from simulator.allocator.replay.recording import Event, running_reserved
-from simulator.allocator.settings import LOWEST_ADDRESS, MIB, AllocatorSettings
+from simulator.allocator.settings import LOWEST_ADDRESS, AllocatorSettings
+from traces.units import MIB
 
 DATA = Path(__file__).parent / "data" / "allocator"
 NAMES = sorted(p.name.removesuffix(".events.parquet") for p in DATA.glob("*.events.parquet"))

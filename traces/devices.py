@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from traces.errors import SpecError
+from traces.units import MIB
 
-GIB: Final = 2**30
-MIB: Final = 2**20
 TERA: Final = 10**12
 GIGA: Final = 10**9
 TF32: Final = "tf32"

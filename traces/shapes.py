@@ -13,9 +13,9 @@ from typing import Any, Final
 from traces.errors import SpecError
 
 MARKS: Final = {"batch_size": "b", "seq_len": "s", "image_size": "px"}  # what files call an option
-MOST: Final = 32  # shapes of ranges without a step that are looked at
-LARGEST: Final = 1_000_000
-ONE: Final = re.compile(r"(batch|seq|image)-(size|len)=(\d{1,7}):(\d{1,7})(?::(\d{1,7}))?", re.ASCII)
+MOST_SHAPES: Final = 32  # shapes of ranges without a step that are looked at
+LARGEST_SIZE: Final = 1_000_000
+ONE_RANGE: Final = re.compile(r"(batch|seq|image)-(size|len)=(\d{1,7}):(\d{1,7})(?::(\d{1,7}))?", re.ASCII)
 Sizes = dict[str, int]  # option -> size
 
 
@@ -35,7 +35,7 @@ class Shapes:
         ranges: dict[str, range] = {}
         stepped = []
         for word in text.split(","):
-            found = ONE.fullmatch(word.strip())
+            found = ONE_RANGE.fullmatch(word.strip())
             name = "" if found is None else f"{found[1]}_{found[2]}"
             low, high, step = (int(n or 0) for n in found.groups()[2:]) if found is not None else (0, 0, 0)
             if found is None or name not in MARKS or name in ranges or not 0 < low <= high:
@@ -47,8 +47,8 @@ class Shapes:
             stepped.append(step > 0)
             ranges[name] = range(low, high + 1, step or 1)
         made = cls(text=text, ranges=ranges, every=all(stepped))
-        made = made if made.count > MOST else Shapes(text=text, ranges=ranges, every=True)
-        if made.count > (LARGEST if not made.every else LARGEST // 100):
+        made = made if made.count > MOST_SHAPES else Shapes(text=text, ranges=ranges, every=True)
+        if made.count > (LARGEST_SIZE if not made.every else LARGEST_SIZE // 100):
             raise SpecError(f"--shapes {text!r}: these are {made.count:,} shapes; give a larger STEP.")
         return made
 
@@ -71,14 +71,14 @@ class Shapes:
             chosen = set(product(*({sizes[0], sizes[-1]} for sizes in self.ranges.values())))
             step = 1
             coarse: list[list[int] | range] = list(self.ranges.values())
-            while math.prod(map(len, coarse)) > MOST // 2:
+            while math.prod(map(len, coarse)) > MOST_SHAPES // 2:
                 step *= 2
                 coarse = [
                     [n for n in sizes if n % step == 0] or [sizes[-1]] for sizes in self.ranges.values()
                 ]
             chosen |= set(product(*coarse))
             rng = random.Random(0)
-            while len(chosen) < MOST:
+            while len(chosen) < MOST_SHAPES:
                 chosen.add(tuple(rng.choice(sizes) for sizes in self.ranges.values()))
         return tuple(dict(zip(self.ranges, sizes, strict=True)) for sizes in sorted(chosen))
 

@@ -21,13 +21,13 @@ from typing import Final
 
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
-    MIB,
     OLDER_SEGMENT,
     UNLIMITED,
     AllocatorSettings,
     round_up,
 )
 from traces.errors import LowtideError
+from traces.units import MIB
 
 MIN_BLOCK_BYTES: Final = 512
 SMALL_BYTES: Final = MIB  # requests up to this size come from the small pool

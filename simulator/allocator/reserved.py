@@ -13,7 +13,7 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from traces.records.measurement import ITERATIONS, steady
 
-PEAKS = ("peak_block_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
+PEAK_NAMES = ("peak_block_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,5 +182,5 @@ def _play(
 
 def _highest(parts: Sequence[tuple[str, AllocatorFigures]]) -> AllocatorFigures:
     """The figures at the end of some stretches, with the highest peaks of all of them."""
-    peaks = {name: max(getattr(f, name) for _, f in parts) for name in PEAKS}
+    peaks = {name: max(getattr(f, name) for _, f in parts) for name in PEAK_NAMES}
     return replace(parts[-1][1], **peaks)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Final
 
 from traces.errors import SpecError
+from traces.units import MIB
 
-MIB: Final = 1 << 20
 UNLIMITED: Final = 1 << 63  # no max_split_size: larger than any request
 # Which of equally large free blocks is taken: the one at the lowest address (torch 2.11 and before), the one that has
 # existed longest as a block (2.12), the one in the segment that has existed longest, there the lowest address (2.13).

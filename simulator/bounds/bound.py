@@ -61,7 +61,7 @@ from simulator.core.swaps import relaxed
 from traces.units import show_percent
 
 TOO_LITTLE = "leaves too little for the rest, which must be computed again"
-NOTHING = "no instant shows that anything must be computed again"
+NOTHING_SHOWN = "no instant shows that anything must be computed again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class Bounder:
                 return self._infeasible(budget_bytes, op, least)
             if found[0] > best[0]:
                 best, at = found, op
-        reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING
+        reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING_SHOWN
         return self._bound(budget_bytes, at, best, reason)
 
     def carry(self, bound: Bound, budget_bytes: int) -> Bound:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from simulator.core.problem import Problem
 from simulator.core.transfers import RELOAD, transfer_ns
-from simulator.kernels.records import OP, STORAGE, Choice, Packed, Work, pack_lists, steps
+from simulator.kernels.records import OPS_ROW, STORAGES_ROW, Choice, Packed, Work, pack_lists, steps
 from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
@@ -230,7 +230,7 @@ class Evaluator:
     def _pack(self) -> None:
         """The lists above as the tables that the kernels read, and their work space."""
         n_op, n_st, forward = len(self.op_id), len(self.nbytes), self.forward
-        ops, storages = np.zeros(n_op + 1, OP), np.zeros(n_st, STORAGE)
+        ops, storages = np.zeros(n_op + 1, OPS_ROW), np.zeros(n_st, STORAGES_ROW)
         made = sorted(self.made_forward, key=lambda s: (self.producer[s], s))
         starts, ids = pack_lists(self.needs, self.reads, self.creates, [made])
         ops["needs_at"], ops["reads_at"], ops["creates_at"], (made_at, _) = starts

@@ -26,15 +26,15 @@ UNEVICT: Final = 5  # take back an eviction, or all after one op
 BORDER: Final = 6  # save nothing of what a stretch of forward makes, but for what crosses one position in it
 MOVE_BORDER: Final = 7  # save nothing of what one stretch makes, and save what crosses a position of another
 WEIGHT: Final = 8  # let a rebuilt value go sooner or later when there is no room (`simulator.kernels.retain`)
-KINDS: Final = 9
+MOVE_KINDS: Final = 9
 DRAWN: Final = (FLIP, RETAIN, EVICT, WEIGHT)  # these are about one candidate
-WIDE: Final = 20.0  # how many positions of forward a stretch covers on average
-MOST: Final = 1 << 62
+WIDTH: Final = 20.0  # how many positions of forward a stretch covers on average
+HIGHEST: Final = 1 << 62
 # What a step of a coarse move and a move that changes nothing count for, in steps of a fine one.
 COARSE_STEP: Final = 3
 IDLE: Final = 10
 
-FIGURES: Final = table(
+TALLY: Final = table(
     [
         ("added_ns", np.int64),
         ("over_bytes", np.int64),
@@ -49,7 +49,7 @@ FIGURES: Final = table(
 )
 VALUE: Final = table([("storage", np.int32), ("made", np.int32)])  # and the op of forward that makes it
 # One row an op of forward: what is made up to it and read after it.
-# Of `cross`; MOST: no border there.
+# Of `cross`; HIGHEST: no border there.
 BORDER_AT: Final = np.dtype([("cross_at", np.int64), ("cross_bytes", np.int64)])
 
 
@@ -62,7 +62,7 @@ class Moves(NamedTuple):
     consumers: Any  # the ops of backward that need something from forward
     borders: Any  # [op of forward + 1] of BORDER_AT
     cross: Any
-    chances: Any  # [KINDS]: of each kind of move, summed up
+    chances: Any  # [MOVE_KINDS]: of each kind of move, summed up
 
 
 class Walked(NamedTuple):
@@ -76,7 +76,7 @@ class Walked(NamedTuple):
     before: Any  # the evictions before the move
     log: Any  # [3, any]: storage, whether it was saved and retained; (~storage, of which the weight was changed)
     rng: Any  # [1]: where the random numbers are
-    figures: Any  # [1] of FIGURES
+    figures: Any  # [1] of TALLY
 
 
 @inner
@@ -137,8 +137,8 @@ def made_from(values: Any, least: float) -> int:
 
 @inner
 def stretch(values: Any, rng: Any) -> Any:
-    """A random stretch of values, around one of them, about WIDE positions of forward wide: where."""
-    width = -WIDE * np.log(chance(rng))
+    """A random stretch of values, around one of them, about WIDTH positions of forward wide: where."""
+    width = -WIDTH * np.log(chance(rng))
     middle = values[below(rng, long(values.shape[0]))].made
     first = made_from(values, middle - width / 2)
     return first, max(made_from(values, middle + width / 2), first + 1)
@@ -149,7 +149,7 @@ def border(first: int, last: int, moves: Any, rng: Any) -> Any:
     """A position where least crosses, or sometimes any, among those at which values[first:last] are made."""
     if below(rng, long(3)) == 0:
         return long(moves.values[first + below(rng, last - first)].made)
-    least, position, ties = MOST, long(-1), long(0)
+    least, position, ties = HIGHEST, long(-1), long(0)
     for j in range(first, last):
         p = moves.values[j].made
         if moves.borders[p].cross_bytes < least:
@@ -260,7 +260,7 @@ def move(moves: Any, of_storage: Any, w: Any) -> Any:
     copy(w.evictions, w.before, n_before)
     draw = chance(w.rng)
     kind = 0
-    while kind < KINDS - 1 and draw > moves.chances[kind]:
+    while kind < MOVE_KINDS - 1 and draw > moves.chances[kind]:
         kind += 1
     return propose(long(kind), moves, of_storage, w, n_before)
 

@@ -22,22 +22,22 @@ from simulator.kernels.clock import excuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("lowtide")
-OPTIONS: Final[dict[str, Any]] = {"error_model": "numpy", "nogil": True}
+NUMBA_OPTIONS: Final[dict[str, Any]] = {"error_model": "numpy", "nogil": True}
 if hasattr(options.DefaultOptions, "_nrt"):
-    OPTIONS["_nrt"] = False  # nothing is counted that kernels make: they make no arrays
+    NUMBA_OPTIONS["_nrt"] = False  # nothing is counted that kernels make: they make no arrays
 CHANGED = max(source.stat().st_mtime for source in Path(__file__).parent.glob("*.py"))
 
 
 def compiled(function: F) -> F:
     """The function, compiled at its first call; its arguments are numbers and arrays. Other threads run beside it."""
     try:
-        kernel = numba.njit(cache=True, **OPTIONS)(function)
+        kernel = numba.njit(cache=True, **NUMBA_OPTIONS)(function)
     except RuntimeError:  # no place for it
-        return cast(F, numba.njit(**OPTIONS)(function))
+        return cast(F, numba.njit(**NUMBA_OPTIONS)(function))
     # Machine code that is on disk needs none of numba's registries of types and functions, which take 0.2 s to load,
     # unless it counts what it makes.
     cache = kernel._cache
-    if hasattr(cache, "_load_overload") and "_nrt" in OPTIONS:
+    if hasattr(cache, "_load_overload") and "_nrt" in NUMBA_OPTIONS:
         cache.load_overload = cache._load_overload
     save = cache.save_overload
 
@@ -56,12 +56,12 @@ def compiled(function: F) -> F:
 
 def inner(function: F) -> F:
     """The function, for kernels to call and nobody else; it is saved on disk with its callers."""
-    return cast(F, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function))
+    return cast(F, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **NUMBA_OPTIONS)(function))
 
 
 def inlined(function: F) -> F:
     """The function, written into each kernel that calls it."""
-    return cast(F, numba.njit(inline="always", **OPTIONS)(function))
+    return cast(F, numba.njit(inline="always", **NUMBA_OPTIONS)(function))
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]

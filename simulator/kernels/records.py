@@ -20,7 +20,7 @@ def table(fields: list[tuple[str, type]]) -> np.dtype[Any]:
     return np.dtype(fields, align=True)
 
 
-OP: Final = table(
+OPS_ROW: Final = table(
     [
         ("time_ns", np.int64),
         ("rerun_bytes", np.int64),  # what a library allocates for good if it runs a second time
@@ -32,7 +32,7 @@ OP: Final = table(
         ("may_rerun", np.int32),
     ]
 )
-STORAGE: Final = table(
+STORAGES_ROW: Final = table(
     [
         ("nbytes", np.int64),
         ("producer", np.uint32),
@@ -51,8 +51,8 @@ class Packed(NamedTuple):
     forward: int  # how many ops forward has
     resident_bytes: int
     made_at: int  # of `ids`: the storages that forward makes, in that order
-    ops: Any  # [op + 1] of OP
-    storages: Any  # [storage] of STORAGE
+    ops: Any  # [op + 1] of OPS_ROW
+    storages: Any  # [storage] of STORAGES_ROW
     ids: Any  # the lists of storages of all ops
     transient_bytes: Any  # [op]: what its own run adds at most
     # [op]: what its first run leaves behind, less what it frees whatever the plan: in forward all that it makes

@@ -19,7 +19,7 @@ from simulator.kernels.walk import chain
 
 # What `Work.present` says of a value here.
 # NEW: rebuilt for the op at hand; PASSING: and goes with it.
-ABSENT, SAVED, STAYS, NEW, PASSING = range(5)
+AWAY, HELD, STAYS, NEW, PASSING = range(5)
 
 
 OF_OP: Final = table(
@@ -132,7 +132,7 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
                 held[j] = held[n_held]
                 at = long(c) if of_storage[s].chain_of == c else long(of_storage[s].last_at)
                 n_evictions = add_eviction(at, s, evictions, n_evictions)
-                here[s] = ABSENT
+                here[s] = AWAY
                 live -= storages[s].nbytes
                 level -= storages[s].nbytes
             if k < n_order:
@@ -151,12 +151,12 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
                         held[n_held] = s
                         n_held += 1
                     elif of_storage[s].read_in <= k:
-                        here[s] = ABSENT
+                        here[s] = AWAY
                         live -= storages[s].nbytes
             for j in range(ops[b].reads_at, ops[b + 1].reads_at):
                 s = ids[j]
                 if here[s] == PASSING and of_storage[s].read_in == k:
-                    here[s] = ABSENT
+                    here[s] = AWAY
                     live -= storages[s].nbytes
         left = 0
         for j in range(n_held):
@@ -168,10 +168,10 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
                 held[left] = s
                 left += 1
             else:
-                here[s] = ABSENT
+                here[s] = AWAY
                 live -= storages[s].nbytes
         n_held = left
         for j in range(r.ops[c].done_at, r.ops[c + 1].done_at):
-            if here[r.done[j]] == SAVED:
+            if here[r.done[j]] == HELD:
                 live -= storages[r.done[j]].nbytes
     return n_evictions

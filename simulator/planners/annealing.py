@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
-from simulator.kernels.anneal import BORDER_AT, FIGURES, KINDS, MOST, VALUE, Moves, Walked, anneal
+from simulator.kernels.anneal import BORDER_AT, HIGHEST, MOVE_KINDS, TALLY, VALUE, Moves, Walked, anneal
 from simulator.kernels.records import pack_rows
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 from simulator.planners.greedy import Found
 
-NEGLIGIBLE: Final = 1000  # values smaller than this share of the largest one are left as they are
+NEGLIGIBLE_SHARE: Final = 1000  # values smaller than this share of the largest one are left as they are
 HOT: Final = 2.0  # the first temperature, in median times of an op that a plan may run again
 COLD: Final = 0.02  # the last one
 # Being over the budget costs at first: by the largest value, so many first temperatures; by any byte, so many times
@@ -39,7 +39,7 @@ REVIEWS, LEAST_REVIEW = 400, 20  # corrections of that price in a walk, and the 
 MOST_STEPS: Final = 4_000_000  # and the most steps between two, some 50 ms: the clock is looked at then
 DEARER, CHEAPER = 1.1, 0.96
 ROOM: Final = 4  # a state with more steps than so many times those of the first is not looked at
-UNKNOWN: Final = 1 << 62
+NOT_WALKED: Final = 1 << 62
 MOST_CROSSING: Final = 64
 # How often each kind of move is made, in the order in which `kernels.anneal` numbers them; and in a coarse walk.
 CHANCES: Final = (0.40, 0.30, 0.10, 0.10, 0.04, 0.06, 0.0, 0.0, 0.0)
@@ -55,14 +55,14 @@ class Annealer:
         self.lowest_peak_bytes = 1 << 62
         nbytes, ev = evaluator.nbytes, evaluator
         self.largest = max((nbytes[s] for s in problem.candidates), default=0)
-        least = max(1, self.largest // NEGLIGIBLE)
+        least = max(1, self.largest // NEGLIGIBLE_SHARE)
         self.candidates = [s for s in problem.candidates if nbytes[s] >= least]
         # Values that backward does not read, saved or retained for the sake of recomputations alone.
         self.links = [s for s in ev.made_forward if nbytes[s] >= least and problem.recompute_only[s]]
         self.neighbours = sorted((*self.candidates, *self.links), key=lambda s: (ev.producer[s], s))
         times = [t for t in (ev.time_ns[ev.producer[s]] for s in self.candidates) if t]
         self.unit_ns = float(median(times)) if times else 1.0
-        assert len(CHANCES) == len(COARSE) == KINDS
+        assert len(CHANCES) == len(COARSE) == MOVE_KINDS
         self.rng = np.array([(2 * seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)], np.uint64)  # never 0
         self.moves, self.retaining = self._moves(), self._retaining()
 
@@ -120,7 +120,7 @@ class Annealer:
         values, borders = np.zeros(len(made), VALUE), np.zeros(ev.forward + 1, BORDER_AT)
         values["storage"], values["made"] = self.neighbours, made
         borders["cross_at"], cross = pack_rows(crossing)
-        borders["cross_bytes"][:-1] = [sum(ev.nbytes[s] for s in c) or MOST for c in crossing]
+        borders["cross_bytes"][:-1] = [sum(ev.nbytes[s] for s in c) or HIGHEST for c in crossing]
         return Moves(
             values=values,
             candidates=np.array(self.candidates, np.int32),
@@ -181,7 +181,7 @@ class Walk:
         peak_bytes, added_ns, _, steps = ev.walk(state)
         excess = np.maximum(ev.peaks(steps) - budget_bytes, 0).astype(np.float64)
         self.work = ev.work_space(ev.forward + ROOM * (steps - ev.forward))
-        figures = np.zeros(1, FIGURES)
+        figures = np.zeros(1, TALLY)
         self.figures = figures[0]
         self.figures["added_ns"] = added_ns
         self.figures["over_bytes"] = int(np.sqrt(np.square(excess).sum()))
@@ -191,9 +191,9 @@ class Walk:
         if not self.over and (annealer.best is None or time_ns < annealer.best.time_ns):
             annealer.best = Found(state=state.copy(), time_ns=time_ns)
         best = annealer.best
-        self.figures["best_added_ns"] = UNKNOWN if best is None else best.time_ns - ev.base_time_ns
+        self.figures["best_added_ns"] = NOT_WALKED if best is None else best.time_ns - ev.base_time_ns
         if coarse:  # what becomes of what is not saved is decided anew, so the first move is taken
-            self.figures["added_ns"] = UNKNOWN
+            self.figures["added_ns"] = NOT_WALKED
         self.walked = Walked(
             saved=saved,
             retained=retained,

@@ -25,7 +25,7 @@ from simulator.planners.segmented import Segmentation, segmentations
 from traces.records.plan import SAVE, Action
 
 # Far from the budget, several values are evicted between two simulations: as many as cover this share of the excess.
-STRIDE = 4
+AT_ONCE = 4
 # Values smaller than this share of the largest one are looked at only when nothing larger is left.
 NEGLIGIBLE = 4096
 # About the most simulations for one plan, so that it ends on any trace; ResNet-152 needs 100 to 1,000.
@@ -148,7 +148,7 @@ class Search:
                 return True
             idle = set(self.sizable(self.idle_among(self.candidates, state, peak_step, steps)))
             if idle:
-                wanted = max(1, excess // STRIDE)
+                wanted = max(1, excess // AT_ONCE)
                 cheapest = [((costs.of(s) + 1) / nbytes[s], s) for s in idle]
                 heapify(cheapest)
                 while idle and wanted > 0:

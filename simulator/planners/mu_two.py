@@ -24,9 +24,9 @@ from simulator.planners.outcome import finish, refuse
 from traces.records.plan import Plan
 
 # How often more may be evicted for one value, because the peak has moved; how often all values are looked at.
-ROUNDS: Final = 4
+MOST_ROUNDS: Final = 4
 PASSES: Final = 3
-MOST_EVALUATIONS: Final = 1000  # so that it ends on any trace
+MOST_EXCHANGES: Final = 1000  # so that it ends on any trace
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -68,7 +68,7 @@ def exchanged(search: Search, found: Found) -> Found:
     """
     if found.state.evictions:
         return found
-    limit = search.evaluations + MOST_EVALUATIONS
+    limit = search.evaluations + MOST_EXCHANGES
     for _ in range(PASSES):
         before, offer = found, _Offer(search, found)
         gains = {group: offer.gain_ns(group) for group in _evicted(search, found.state)}
@@ -126,7 +126,7 @@ class _Offer:
         for s in group:
             state.saved[s] = 1
             state.evictions = without(state.evictions, s)
-        for _ in range(ROUNDS):
+        for _ in range(MOST_ROUNDS):
             peak_bytes, added_ns, peak_step, steps = search.walk(state)
             time_ns = ev.base_time_ns + added_ns
             if time_ns >= self.found.time_ns:

@@ -44,7 +44,7 @@ from traces.records.plan import Action, Plan
 from traces.records.trace import EAGER
 from traces.units import show_bytes
 
-NAME, SWAPPING = "mu-two-paper", "mu-two-swap"
+PRINTED, SWAPPING = "mu-two-paper", "mu-two-swap"
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -56,11 +56,11 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     greedy = Greedy(problem)
     claimed_bytes = greedy.run(budget_bytes)
     try:
-        return finish(problem, NAME, budget_bytes, [Action(storage=s) for s in sorted(greedy.chosen)])
+        return finish(problem, PRINTED, budget_bytes, [Action(storage=s) for s in sorted(greedy.chosen)])
     except Infeasible as error:
         lowest = error.figures["lowest_peak_bytes"]
         note = f"The paper's own memory model puts this plan at {show_bytes(claimed_bytes)}. "
-        raise refuse(problem, NAME, budget_bytes, lowest, note) from None
+        raise refuse(problem, PRINTED, budget_bytes, lowest, note) from None
 
 
 def plan_with_swaps(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:

@@ -35,22 +35,22 @@ from traces.records.plan import Plan
 # A plan so close to the bound, in shares of the step, is good enough.
 CLOSED: Final = 0.0005
 # Where the walks up to the first one from the best plan gain less than STALE of the step, or close less than SLACK of
-# the gap, from a plan within NEAR of the bound, what is left is mostly the bound's own slack, and the search ends. Of
-# 30 such budgets of nine traces, all other walks gained less than STALE on 26, and at most 0.1 points of the step on
-# four. Where they gained more, those first ones had closed more than a quarter of the gap.
-NEAR, STALE, SLACK = 0.03, 0.0001, 1 / 8
+# the gap, from a plan within NEAR_BOUND of the bound, what is left is mostly the bound's own slack, and the search
+# ends. Of 30 such budgets of nine traces, all other walks gained less than STALE on 26, and at most 0.1 points of the
+# step on four. Where they gained more, those first ones had closed more than a quarter of the gap.
+NEAR_BOUND, STALE, SLACK = 0.03, 0.0001, 1 / 8
 # What a step of a walk is reckoned to take: half as much again as it takes on the 2-core machine where it was measured
 # (10 to 14 ns; up to twice that on 50,000 ops, whose facts do not fit the caches).
 STEP_NS: Final = 16
 STEP_NS_PER_OP: Final = 1 / 4000
 # A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
 MOVES_PER_PAIR: Final = 40
-# Shares of the time. Where a plan is known: a coarse walk from everything saved, then ROUNDS times a short walk from
-# each plan and from the best. Where none is: coarse walks. What is left is for walks from the best: whether coarse, how
-# hot, and their share of that. The last walks were tried on ResNet-152 and DenseNet-121 where the bound is far: with
-# four fine walks at COOL_HEAT in their place, plans near the floor added one point of the step more.
+# Shares of the time. Where a plan is known: a coarse walk from everything saved, then WALK_ROUNDS times a short one
+# from each plan and from the best. Where none is: coarse walks. What is left is for walks from the best: whether
+# coarse, how hot, and their share of that. The last walks were tried on ResNet-152 and DenseNet-121 where the bound is
+# far: with four fine walks at COOL_HEAT in their place, plans near the floor added one point of the step more.
 COARSE_FIRST: Final = 0.06
-ROUNDS, SHORT = 3, 0.04
+WALK_ROUNDS, SHORT_SHARE = 3, 0.04
 COARSE_SHARE: Final = 1 / 3
 LAST_WALKS: Final = ((True, 0.5, 0.38), (True, 0.25, 0.28), (False, 0.1, 0.17), (False, 0.02, 0.17))
 COOL_HEAT: Final = 0.25
@@ -126,15 +126,17 @@ def _improve(
     time_ns = greedy.trace.time_ns
     start = annealer.best = min(known, key=lambda found: found.time_ns)
     gap_ns = start.time_ns - time_ns - bound.added_time_ns
-    worth_ns = max(STALE * time_ns, SLACK * gap_ns) if gap_ns < NEAR * time_ns else 0
+    worth_ns = max(STALE * time_ns, SLACK * gap_ns) if gap_ns < NEAR_BOUND * time_ns else 0
     best = walk(greedy.evaluator.state(), int(COARSE_FIRST * steps), coarse=True) or start
-    for _ in range(ROUNDS):
+    for _ in range(WALK_ROUNDS):
         for found in known:
-            best = walk(found.state, int(2 / len(known) * SHORT * steps), heat=COOL_HEAT) or best
+            best = walk(found.state, int(2 / len(known) * SHORT_SHARE * steps), heat=COOL_HEAT) or best
             if found is start and start.time_ns - best.time_ns < worth_ns:
                 return best
-        best = walk(best.state, int(SHORT * steps), heat=COOL_HEAT) or best
-    return _last_walks(annealer, walk, greedy, int((1 - COARSE_FIRST - 3 * ROUNDS * SHORT) * steps), best)
+        best = walk(best.state, int(SHORT_SHARE * steps), heat=COOL_HEAT) or best
+    return _last_walks(
+        annealer, walk, greedy, int((1 - COARSE_FIRST - 3 * WALK_ROUNDS * SHORT_SHARE) * steps), best
+    )
 
 
 def _find(annealer: Annealer, walk: Walk, greedy: Search, steps: int) -> Found | None:

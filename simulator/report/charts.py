@@ -33,9 +33,9 @@ COLOURS: Final = {
     "other": "#c9b79c",
     "workspace": "#3f4657",
 }
-SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
+IS_SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
 UNABLE = "saved: may not be recomputed"
-ACTION_COLOURS: Final = {SAVED: "#94a3b8", RECOMPUTED: "#d9614c", REPLACED: "#56a6a0", UNABLE: "#3f4657"}
+ACTION_COLOURS: Final = {IS_SAVED: "#94a3b8", RECOMPUTED: "#d9614c", REPLACED: "#56a6a0", UNABLE: "#3f4657"}
 # One hue for each way to run the step; the paler shade is always a prediction.
 WAY_COLOURS: Final = {
     "keep-all": ("#c3d3e6", "#4c78a8"),
@@ -46,7 +46,7 @@ BUDGET_COLOUR, BOUND_COLOUR, MEASURED_COLOUR = "#b42318", "#3f4657", "#111827"
 LEVELS: Final = {"budget": (BUDGET_COLOUR, (6, 4)), "reserved": ("#5b21b6", (1, 3))}  # hue and dashes
 PLANNER_COLOUR, QUIET = "#d9614c", "#475467"
 PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
-POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
+MOST_POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
 LOG_FROM: Final = 20.0  # largest over smallest value from which a scatter's axes are logarithmic
 
 
@@ -328,12 +328,12 @@ def scatter(
 
 
 def thin(totals: Sequence[int], clock: Sequence[int]) -> tuple[int, ...]:
-    """Indices of at most POINTS entries that keep a line's shape, and its highest and lowest entry exactly: half of
-    them each are the highest and the lowest of equal stretches of `clock` (ascending)."""
+    """At most MOST_POINTS indices that keep a line's shape, and its highest and lowest entry exactly: half of them
+    each are the highest and the lowest of equal stretches of `clock` (ascending)."""
     n = len(totals)
-    if n <= POINTS:
+    if n <= MOST_POINTS:
         return tuple(range(n))
-    buckets = (POINTS - 2) // 2
+    buckets = (MOST_POINTS - 2) // 2
     values, passed = np.array(totals), np.array(clock) - clock[0]
     there = {0, n - 1}
     borders = np.flatnonzero(np.diff(passed * buckets // (passed[-1] + 1))) + 1

@@ -26,8 +26,8 @@ from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import show_bytes, show_percent, show_time
 
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
-ROWS: Final = 150  # rows of the long tables
-PEAKS: Final = (
+LONGEST_TABLE: Final = 150  # rows of the long tables
+PEAKS_CAPTION: Final = (
     "Peaks of the untouched loop, and beside it of the planned step; of each phase in the steady iteration"
 )
 
@@ -94,7 +94,7 @@ def headline(found: Answer) -> tuple[Block, ...]:
     """The figures to read first: peaks and times, what is said of them in words, and what must be said beside them."""
     c = found.planned
     return (
-        peaks_table(c, found.asked, caption=PEAKS),
+        peaks_table(c, found.asked, caption=PEAKS_CAPTION),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts_beside_untouched(c)),
         Table(columns=("", "in words"), rows=tuple(in_words(found))),
@@ -328,7 +328,7 @@ def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
             f"together take {show_time(total_ns)}; some of these run only because others need their output."
         ),
         table(
-            found[:ROWS],
+            found[:LONGEST_TABLE],
             (
                 ("op", CODE, lambda r: ops.name[r.op]),
                 ("module", CODE, lambda r: ops.module[r.op]),
@@ -401,7 +401,7 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
             return charts.RECOMPUTED
         if a.storage in replaced:
             return charts.REPLACED
-        return charts.SAVED if a.storage in candidates else charts.UNABLE
+        return charts.IS_SAVED if a.storage in candidates else charts.UNABLE
 
     def cost(a: Activation) -> Cell:
         if a.recompute_ns is not None:
@@ -409,8 +409,8 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
         flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[a.producer] & b)
         return Cell(flags or "–", tone="quiet")
 
-    points = [(ops.name[a.producer], action(a), a.idle_ns, a.nbytes) for a in found[: charts.POINTS]]
-    shown, whole = found[:ROWS], sum(a.nbytes for a in found)
+    points = [(ops.name[a.producer], action(a), a.idle_ns, a.nbytes) for a in found[: charts.MOST_POINTS]]
+    shown, whole = found[:LONGEST_TABLE], sum(a.nbytes for a in found)
     return (
         Text(
             f"Forward saves {len(found):,} activations for backward, {show_bytes(whole)} in all. Idle is the time from "

@@ -16,7 +16,7 @@ from traces.records.plan import Plan
 from traces.records.store import load
 
 WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}
-PEAK, TIME = "peak_allocated_bytes", "step_time_ns"
+PEAK_KEY, TIME_KEY = "peak_allocated_bytes", "step_time_ns"
 
 
 def write_sweep(
@@ -78,7 +78,7 @@ def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
 def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
     group = "mini-batch size"
     limits = {str(r.batch_size): r.budget_bytes for r in sweep.rows}
-    peaks, bars = _bars(sweep, PEAK, where), _bars(sweep, TIME, where)
+    peaks, bars = _bars(sweep, PEAK_KEY, where), _bars(sweep, TIME_KEY, where)
     # A chart of its own: the target of the predictions is often another device than the one that ran.
     times, real = [b for b in bars if not b.measured], [b for b in bars if b.measured]
     blocks = [

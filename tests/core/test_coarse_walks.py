@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
-from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER, anneal
+from simulator.kernels.anneal import BORDER, COARSE_STEP, MOVE_BORDER, MOVE_KINDS, anneal
 from simulator.kernels.compiled import compiled
 from simulator.kernels.retain import retain
 from simulator.planners.annealing import Annealer, Walk, state_of
@@ -136,7 +136,7 @@ def test_a_border_is_all_that_is_left_of_a_stretch(kind: int, seed: int) -> None
     evaluator = Evaluator(problem)
     annealer = Annealer(evaluator, problem, 1 << 40, seed)
     walk = Walk(annealer, evaluator.state(), True)
-    walk.moves.chances[:] = np.cumsum([float(k == kind) for k in range(KINDS)])
+    walk.moves.chances[:] = np.cumsum([float(k == kind) for k in range(MOVE_KINDS)])
     walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
     released = [k for k, s in enumerate(annealer.neighbours) if not walk.walked.saved[s]]
     if released:

@@ -195,7 +195,7 @@ def test_thinning_keeps_the_extremes(totals: list[int], gaps: list[int], points:
     clock = [0]
     for gap in gaps[: len(totals) - 1]:
         clock.append(clock[-1] + gap)
-    with mock.patch.object(charts, "POINTS", points):
+    with mock.patch.object(charts, "MOST_POINTS", points):
         kept = charts.thin(totals, clock)
     assert len(kept) <= max(points, 2)
     assert list(kept) == sorted(set(kept))

@@ -17,7 +17,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with, search
-from simulator.planners.annealing import UNKNOWN, Annealer, Walk
+from simulator.planners.annealing import NOT_WALKED, Annealer, Walk
 from simulator.planners.greedy import Found, Search
 from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
@@ -83,7 +83,7 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
     walk = Walk(annealer, search.evaluator.state(), coarse)
     for _ in range(8):
         walk.go(0, least=5, temperature=1e30, price=0.0, target_ns=-1)
-        if walk.figures["added_ns"] == UNKNOWN:  # no move yet
+        if walk.figures["added_ns"] == NOT_WALKED:  # no move yet
             continue
         state = walk.state()
         assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures["added_ns"]

@@ -27,7 +27,7 @@ from traces.errors import LowtideError, SpecError, TraceError
 from traces.records import store
 from traces.records.plan import Action, Plan, Rewrite
 from traces.records.trace import ALIAS, SLICE, Trace
-from traces.shapes import MOST, Shapes, label
+from traces.shapes import MOST_SHAPES, Shapes, label
 
 MIB = 2**20
 
@@ -92,12 +92,12 @@ def test_what_is_looked_at(low: int, more: int, step: int, batch: int) -> None:
     top = max(n for n, _ in inside)
     assert {(low, 1), (low, batch), (top, 1), (top, batch)} <= set(found)
     assert shapes.largest == {"seq_len": top, "batch_size": batch}
-    assert len(found) == len(inside) if len(inside) <= MOST else len(found) >= MOST
+    assert len(found) == len(inside) if len(inside) <= MOST_SHAPES else len(found) >= MOST_SHAPES
     assert found == [(s["seq_len"], s["batch_size"]) for s in Shapes.parse(text).looked_at()]
 
 
 def test_a_step_looks_at_every_one() -> None:
-    assert len(Shapes.parse("seq-len=16:512").looked_at()) == MOST
+    assert len(Shapes.parse("seq-len=16:512").looked_at()) == MOST_SHAPES
     assert len(Shapes.parse("seq-len=16:512:1").looked_at()) == 497
     assert label({"seq_len": 512, "batch_size": 4, "optimizer": "sgd"}) == "b4-s512"
 

@@ -24,9 +24,9 @@ UNTOUCHED_FILE: Final = "untouched.parquet"  # only of a trace that has it
 JOINED: Final = "joined_"  # before the names of the files of a trace's `joined`, if it has one
 GALLERY: Final = Path(__file__).parents[1] / "gallery"
 
-KINDS: Final = {"Texts": TEXT, "Numbers": INT, "Ids": ID, "NumberLists": INTS, "IdLists": IDS}
+COLUMN_KINDS: Final = {"Texts": TEXT, "Numbers": INT, "Ids": ID, "NumberLists": INTS, "IdLists": IDS}
 OPS_COLUMNS, STORAGES_COLUMNS, UNTOUCHED_COLUMNS = (
-    {f.name: KINDS[str(f.type)] for f in fields(table)} for table in (Ops, Storages, Untouched)
+    {f.name: COLUMN_KINDS[str(f.type)] for f in fields(table)} for table in (Ops, Storages, Untouched)
 )
 
 
