@@ -82,7 +82,6 @@ def trace(
     tf32: bool | None = None,
     seed: int = 0,
     profile: str | Path | Literal[False] | None = None,
-    calibrate: bool = False,
     rounds: int = 5,
     warmup: int = 2,
     say: Callable[[str], None] | None = None,
@@ -115,7 +114,6 @@ def trace(
         tf32: whether float32 is computed as TF32 on CUDA; None: torch's own setting.
         seed: of Python's and torch's random generators while the step is built and measured.
         profile: the file of the device profile to use and to fill; None: the user's own; False: none.
-        calibrate: run every op that the profile lacks alone on the target, which must be here.
         rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
         say: told what happens, a line each time.
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
@@ -135,7 +133,7 @@ def trace(
     """
     tell = say or (lambda text: None)
     with no_garbage():
-        entry = _entry(target, device, calibrate=calibrate, tf32=tf32)
+        entry = _entry(target, device, tf32=tf32)
     if isinstance(model, str):
         if batch is not None or loss is not None or scaler is not None:
             raise SpecError(
@@ -148,7 +146,7 @@ def trace(
     else:
         around = {"amp": amp, "tf32": tf32, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
         build = in_hand(model, batch, loss, optimizer, scaler, options, around, seed)
-    if entry.kind == "cuda" and device is None and not calibrate:
+    if entry.kind == "cuda" and device is None:
         around_all = {"amp": amp, "tf32": tf32, "seed": seed, "profile": _path(profile), **options}
         in_hand_there = {
             "model": model,
@@ -166,7 +164,7 @@ def trace(
     with no_garbage():
         from tracer.recording import ProfileUse, record_fake, record_real
 
-    use = ProfileUse.of(profile, calibrate=calibrate)
+    use = ProfileUse.of(profile)
     with left_as_found(tf32 is not None):
         if device is None:
             return record_fake(build, entry, use, tell)
@@ -254,7 +252,7 @@ def trace_shapes(
         if given.get(name) is not None:
             raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
     with no_garbage():
-        entry = _entry(target, None, calibrate=False, tf32=tf32)
+        entry = _entry(target, None, tf32=tf32)
         builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
         from tracer.recording import ProfileUse, record_shapes
 
@@ -262,14 +260,10 @@ def trace_shapes(
         record_shapes(builds, entry, ProfileUse.of(profile), each)
 
 
-def _entry(target: str | None, device: str | None, *, calibrate: bool, tf32: bool | None) -> Device:
+def _entry(target: str | None, device: str | None, *, tf32: bool | None) -> Device:
     """The entry of the device table that is meant, after the options that exclude one another."""
     if target is not None and device is not None:
         raise SpecError("--target predicts times and --device measures them; give one of the two.")
-    if calibrate and device is not None:
-        raise SpecError(
-            "--device measures every op in the step, --calibrate each alone; give one of the two."
-        )
     entry = device_entry(target or ("cpu" if device in (None, "cpu") else GPU_UNKNOWN))
     require_torch()
     if device is not None:

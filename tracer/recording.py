@@ -1,20 +1,18 @@
-"""Record a training step as the command `trace` does: with the device profile that fits, calibrated or measured."""
+"""Record a training step as the command `trace` does: with the device profile that fits, or measured."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from tracer.costs.calibration import APPROXIMATE, MEASURED, NONE, Costs
 from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
-from tracer.costs.profiles import board_of, find, identity_here, identity_wanted
+from tracer.costs.profiles import find, identity_here, identity_wanted
 from tracer.measure.host_copies import host_bytes_per_s
-from tracer.measure.isolated import calibrate, missing
 from tracer.measure.step import measure
 from tracer.measure.untouched import untouched_loop
 from tracer.precision.policy import set_tf32
@@ -28,14 +26,13 @@ from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep
 from traces.devices import Device
 from traces.devices import device as device_entry
-from traces.errors import EnvironmentProblem, LowtideError, TraceError
+from traces.errors import LowtideError, TraceError
 from traces.files.whole import check_writable
-from traces.provenance import REHEARSED, provenance_of, rehearsing
+from traces.provenance import REHEARSED, provenance_of
 from traces.records import device_profile as store
 from traces.records.device_profile import DeviceProfile, Identity
 from traces.records.trace import Trace
 
-NAMED: Final = 4  # kinds of ops that a note names
 Say = Callable[[str], None]  # told what happens, a line each time
 
 
@@ -49,12 +46,11 @@ class ProfileUse:
 
     path: Path | None = None  # instead of the user's own file
     off: bool = False  # neither read nor written
-    calibrate: bool = False  # run alone, on the target, what the profile lacks
 
     @classmethod
-    def of(cls, profile: str | Path | Literal[False] | None, *, calibrate: bool = False) -> ProfileUse:
+    def of(cls, profile: str | Path | Literal[False] | None) -> ProfileUse:
         """As the argument of `trace` says it."""
-        return cls(path=Path(profile) if profile else None, off=profile is False, calibrate=calibrate)
+        return cls(path=Path(profile) if profile else None, off=profile is False)
 
 
 def record_fake(build: BuildStep, target: Device, use: ProfileUse, say: Say = silent) -> Trace:
@@ -131,28 +127,18 @@ def record_drafted(
 
     Raises:
         TraceError: the profile that was named is none, or is of another device.
-        EnvironmentProblem: calibration is asked for and the target is not here.
     """
-    want = identity_wanted(target, build.policy.get("tf32"))
-    # A named file that is to be made gets everything, whatever other profiles hold: it is there to be carried away.
-    new = use.calibrate and use.path is not None and not use.path.exists()
-    found = None if use.off or new else find(want, use.path)
+    found = None if use.off else find(identity_wanted(target, build.policy.get("tf32")), use.path)
     if found is not None and found.warning:
         say(f"warning: {found.warning}")
     profile = found.profile if found is not None else None
     draft = trace_step(build, target, device=device, costs=Costs(profile=profile), program=program)
-    costs, where = draft.costs, str(found.path) if found is not None else ""
-    if use.calibrate:
-        if target.kind == "cuda":
-            set_tf32(build.policy)
-        profile, where = _calibrated(draft, target, profile, use, say)
-        costs = replace(costs, profile=profile)
     kept = profile.workspaces if profile is not None else ()
     trace = draft.finish(
-        costs,
+        draft.costs,
         kept if {w.op for w in kept} & {row.target for row in draft.rows} else None,
     )
-    say(sources_text(trace, where))
+    say(sources_text(trace, str(found.path) if found is not None else ""))
     return draft, trace
 
 
@@ -246,38 +232,6 @@ def _known(target: Device, build: BuildStep, use: ProfileUse, say: Say) -> Devic
     return found.profile if found is not None else None
 
 
-def _calibrated(
-    draft: Draft, target: Device, profile: DeviceProfile | None, use: ProfileUse, say: Say
-) -> tuple[DeviceProfile, str]:
-    """Run alone what the profile lacks; returns the profile with it, and where it is kept ("": nowhere)."""
-    device = target.kind
-    if device == "cuda":
-        import torch
-
-        if rehearsing():
-            raise EnvironmentProblem(
-                "--calibrate measures ops on a GPU, and this one is not there; leave it out."
-            )
-        here = board_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
-        if here != target.name:
-            raise EnvironmentProblem(
-                f"--calibrate runs ops on {target.name}, and this machine has {here or 'no GPU of that kind'}; run it "
-                "there and bring the profile with --profile, or leave --calibrate out."
-            )
-    identity = identity_here(device)
-    path = None if use.off else _own_file(use, identity, say)
-    lacking = missing(draft, profile)
-    say(f"Calibrating: {len(lacking)} distinct calls to run alone on {device} ...")
-    new, skipped = calibrate(lacking, identity, device)
-    kept = None if path is None else _added(path, new, use, say)
-    whole = new if kept is None else kept
-    if profile is not None and not store.differences(profile.identity, whole.identity):
-        whole = profile.merged(whole)
-    if skipped:
-        say(skipped_text(skipped))
-    return whole, "" if kept is None else str(path)
-
-
 def _own_file(use: ProfileUse, identity: Identity, say: Say) -> Path | None:
     """Where new measurements go, asked before the work; None (and a warning) if the user's own directory takes none.
 
@@ -318,15 +272,6 @@ def _not_kept(path: Path, error: OSError, use: ProfileUse, say: Say) -> None:
         f"warning: the device profile {path} cannot be written ({error.strerror or error}), so the measurements are "
         "kept for this trace alone; name another file with --profile, or give --no-profile."
     )
-
-
-def skipped_text(skipped: dict[str, str]) -> str:
-    """Which calls could not be run alone, and one reason."""
-    kinds = Counter(key.partition("(")[0] for key in skipped)
-    named = ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common(NAMED))
-    named += ", ..." * (len(kinds) > NAMED)
-    key, reason = next(iter(skipped.items()))
-    return f"{len(skipped)} calls could not be run alone ({named}); {key.partition('(')[0]}: {reason}"
 
 
 def sources_text(trace: Trace, where: str) -> str:

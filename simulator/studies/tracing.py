@@ -54,7 +54,7 @@ def ensure_trace(model: str, batch_size: int, words: Sequence[str], directory: P
         return
     say(f"batch {batch_size}: tracing")
     run_trace([*words, "-o", str(directory), "--force"], f"batch {batch_size}")
-    made = stamp(model, words)  # with what --calibrate has added to the profile
+    made = stamp(model, words)  # with what was added to the profile meanwhile
     write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
 
 

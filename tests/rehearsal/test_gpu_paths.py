@@ -46,6 +46,7 @@ def on_h100(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WANT_A_GPU)
 def test_the_tests_that_want_a_gpu_pass_there(name: str) -> None:
     done = on_h100(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from torch import nn, randn
+
 from simulator import api
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tests.bench.rehearsed import rehearsed as run
 from tracer import trace
 from tracer.rehearsal.record import Rehearsal
 from traces.records.store import load
-from traces.records.trace import Trace
+from traces.records.trace import Trace, Untouched
 
 pytestmark = pytest.mark.rehearsal
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,14 +43,22 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("loop", LOOPS)
+QUICK = (("before", "bert-tiny"), ("accumulate and clip", "gpt2-tiny"), ("keep", "resnet18"))
+
+
+@pytest.mark.parametrize(
+    ("loop", "model"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in QUICK))
+        for pair in itertools.product(LOOPS, MODELS)
+    ],
+)
 def test_predicted_is_rehearsed(model: str, loop: str) -> None:
     """Requested, in blocks and reserved."""
     check(model, {**MODELS[model], **LOOPS[loop]})
 
 
-@pytest.mark.parametrize("model", ["resnet18", "bert-tiny"])
+@pytest.mark.parametrize("model", [pytest.param("resnet18", marks=pytest.mark.slow), "bert-tiny"])
 def test_predicted_is_rehearsed_in_bfloat16(model: str) -> None:
     """The casts of weights go when autocast ends."""
     check(model, {**MODELS[model], "amp": "bfloat16"})
@@ -72,7 +83,7 @@ def alike(predicted: LoopPeaks, found: Rehearsal) -> None:
 
 OWN = """
 import torch
-from torch import nn
+from torch import nn, randn
 from torch.nn import functional as F
 
 class Net(nn.Module):
@@ -111,10 +122,15 @@ def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        "AdamW({}, fused=False)",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in (
+                "AdamW({}, fused=False)",
+                "AdamW({}, fused=True)",
+                "SGD({}, momentum=0.9, foreach=False)",
+            )
+        ),
         "AdamW({})",
-        "AdamW({}, fused=True)",
-        "SGD({}, momentum=0.9, foreach=False)",
         "Adagrad({})",
     ],
 )
@@ -128,7 +144,7 @@ def test_state_of_several_groups_of_parameters(tmp_path: Path, optimizer: str) -
     check(f"{tmp_path / 'mine.py'}:build", {"clip_grad_norm": 1.0, "zero_grad": "after"})
 
 
-@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("to_none", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool) -> None:
     """Its gradients add up over two parts, and stay or not."""
     deep = "for _ in range(4): x = x + self.b(F.gelu(self.a(x)))\n        return x"
@@ -143,6 +159,7 @@ def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool) -> No
     alike(planned_peaks(api.simulate(found, plan)), rehearsed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("mine.py:build",), ("resnet18", "--batch-size", "8", "--accumulate", "2")]
 )
@@ -159,6 +176,7 @@ def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tup
     check(model, {"batch_size": 8, "accumulate": 2} if len(words) > 1 else {}, recorded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [
@@ -177,3 +195,58 @@ def test_a_plan_in_a_loop_whose_gradients_add_up(tmp_path: Path, loop: dict[str,
     path = plan.save(tmp_path / "plan.json")
     rehearsed = run("resnet18", GPU, options, path, iterations=4)
     alike(planned_peaks(api.simulate(found, plan)), rehearsed)
+
+
+REPLACING = """
+import torch
+from torch import nn, randn
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = 0.9 * self.state[p].get("m", torch.zeros_like(p)) + 0.1 * p.grad
+            PUT
+
+def build():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    return model, torch.randn(64, 256), lambda y: y.sum(), Own(model.parameters())
+"""
+
+
+def test_what_an_optimizer_puts_in_the_place_of_its_state_is_given_back_an_iteration_later(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(REPLACING.replace("PUT", 'p.data.sub_(self.state[p]["m"])'))
+    check(f"{tmp_path / 'mine.py'}:build", {})
+
+
+def test_parameters_that_are_replaced_leave_the_peak_and_no_requests(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REPLACING.replace("PUT", 'p.data = p.data - self.state[p]["m"]'))
+    found = trace(f"{tmp_path / 'mine.py'}:build", target=GPU, profile=False)
+    assert found.untouched == Untouched()
+    assert found.meta.untouched_peak_bytes > found.resident_bytes
+
+
+def test_objects_in_hand_are_rehearsed_and_what_cannot_be_carried_is_approximate() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    batch = randn(32, 64), randn(32, 64)
+    told: list[str] = []
+    found = trace(model, batch, nn.functional.mse_loss, "sgd", target=GPU, profile=False)
+    assert (found.meta.mode, found.meta.workspace.keys()) == ("rehearsed", {"rehearsed"})
+    model.register_forward_hook(Unknown())
+    other = trace(model, batch, nn.functional.mse_loss, "sgd", target=GPU, profile=False, say=told.append)
+    assert (other.meta.mode, other.meta.device) == ("fake", "cuda")
+    (line,) = [line for line in told if line.startswith("approximate")]
+    assert "file.py:build" in line
+
+
+class Unknown:
+    """A hook that does not go to another process."""
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        raise TypeError("this holds a file")

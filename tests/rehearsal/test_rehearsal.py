@@ -75,6 +75,7 @@ def test_figures_of_a_small_step_are_the_sum_of_its_tensors(step: str) -> None:
     assert any(row.line.startswith("net.py:") for row in found.alive)
 
 
+@pytest.mark.slow
 def test_what_building_the_model_freed_is_not_reserved(step: str, tmp_path: Path) -> None:
     """A model that is moved to the GPU leaves nothing cached there, whatever its initialisers needed."""
     wasteful = tmp_path / "wasteful.py"
@@ -83,6 +84,7 @@ def test_what_building_the_model_freed_is_not_reserved(step: str, tmp_path: Path
     assert found.figures.reserved_bytes == thrifty.figures.reserved_bytes
 
 
+@pytest.mark.slow
 def test_a_buffer_that_was_made_as_a_view_is_moved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
     found = []
     for made in ("2**20", "2**10, 2**10"):
@@ -96,11 +98,13 @@ def test_a_buffer_that_was_made_as_a_view_is_moved_without_what_it_is_a_view_of(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_lines_of_torchvision_are_named_at_the_peak() -> None:
     found = rehearse("resnet18", "h100", options={"batch_size": 8}, iterations=2)
     assert any(a.line.startswith("resnet.py:") for a in found.alive)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_too_small_says_so_and_what_it_would_take(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(STEP)
@@ -153,6 +157,7 @@ while True:
         rehearse(train, "h100", options={"batch_size": 2})
 
 
+@pytest.mark.slow
 def test_a_script_without_steps_and_one_that_fails_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LowtideError, match="no optimizer"):
         rehearse(script(tmp_path, "import torch\ntorch.ones(3, device='cuda')\n"), "h100")
@@ -160,6 +165,7 @@ def test_a_script_without_steps_and_one_that_fails_are_refused(tmp_path: Path) -
         rehearse(script(tmp_path, "raise ValueError('my own mistake')\n"), "h100")
 
 
+@pytest.mark.slow
 def test_a_fused_kernel_that_torch_lacks_is_refused_before_torch_does(tmp_path: Path) -> None:
     """Torch 2.11 has Adagrad's for the CPU alone."""
     path = tmp_path / "net.py"
@@ -173,6 +179,7 @@ def test_a_fused_kernel_that_torch_lacks_is_refused_before_torch_does(tmp_path: 
         trace(f"{path}:build", target="h100")
 
 
+@pytest.mark.slow
 def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(STEP.replace("SGD(net.parameters())", "Adagrad(net.parameters())"))
@@ -193,6 +200,7 @@ def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:
     ("gpt2-tiny", {"batch_size": 4, "seq_len": 64, "amp": "bfloat16", "attention": "sdpa"}),
     ("bert-tiny", {"batch_size": 4, "seq_len": 64, "optimizer": "adamw"}),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_models_by_name_run_and_become_steady(model: str, options: dict[str, Any]) -> None:
     found = rehearse(model, "h100", options=options)
     assert found.iterations[1].peaks.allocated_bytes == found.iterations[2].peaks.allocated_bytes
@@ -201,6 +209,7 @@ def test_models_by_name_run_and_become_steady(model: str, options: dict[str, Any
         assert bool([w for w in found.warnings if w.code == ASSUMED]) == (model == "resnet18")
 
 
+@pytest.mark.slow
 def test_the_allocators_settings_reach_torch(step: str) -> None:
     plain, growing = rehearse(step, "h100"), rehearse(step, "h100", alloc_conf="expandable_segments:True")
     assert growing.environment["alloc_conf"] == "expandable_segments:True"
@@ -231,6 +240,7 @@ def call(folder: Path, module: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_step_that_copies_to_host_memory_takes_the_predicted_bytes(tmp_path: Path) -> None:
     """torch's own streams, events and pinned memory run; what the copies wait for nobody checks here."""
     words = ("bert-base", "--batch-size", "4", "--seq-len", "512")

@@ -19,7 +19,7 @@ from tracer.costs.profiles import (  # noqa: E402
     mismatch,
 )
 from tracer.record.step import trace_step  # noqa: E402
-from tracer.recording import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
+from tracer.recording import ProfileUse, record_fake, record_real, sources_text  # noqa: E402
 from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem, TraceError  # noqa: E402
@@ -56,23 +56,25 @@ def test_a_real_trace_fills_the_profile_and_a_fake_one_uses_it(cache: Path) -> N
 
 def test_no_profile_is_filled_where_none_is_wanted(cache: Path) -> None:
     record_real(net(2), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
-    record_fake(net(2), CPU, ProfileUse(off=True, calibrate=True))
     assert not cache.exists()
 
 
-def test_calibration_measures_what_lacks_and_keeps_it(tmp_path: Path, cache: Path) -> None:
+def test_measurements_are_added_to_those_that_are_there(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "mine.parquet"
-    use, said = ProfileUse(path=path, calibrate=True), list[str]()
-    first = record_fake(net(2), CPU, use, said.append)
-    assert set(first.meta.workspace) == {"measured"}
+    measured(net(2), path)
     before = store.load(path)
-    record_fake(net(2), CPU, use, said.append)
-    assert any("Calibrating: 0 distinct calls" in line for line in said)
-    record_fake(net(4), CPU, use)
+    assert all(
+        isinstance(e, Entry) and e.samples and e.provenance == "measured-cpu" for e in before.entries.values()
+    )
+    measured(net(4), path)
     after = store.load(path)
     assert set(before.entries) < set(after.entries)
-    assert all(after.entries[k] == e for k, e in before.entries.items())
+    assert set(record_fake(net(2), CPU, ProfileUse(path=path)).meta.workspace) == {"measured"}
     assert not cache.exists()
+
+
+def measured(build: BuildStep, path: Path) -> None:
+    record_real(build, CPU, "cpu", ProfileUse(path=path), rounds=1, warmup=1)
 
 
 def _changed(path: Path, **change: object) -> Path:
@@ -131,11 +133,8 @@ def test_a_damaged_profile_is_refused_before_anything_is_measured(
     cache.mkdir(parents=True)
     (cache / identity_here("cpu").file_name).write_text("damaged")
     monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
-    monkeypatch.setattr("tracer.recording.calibrate", lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(TraceError, match="cannot be read"):
         record_real(net(2), CPU, "cpu", ProfileUse())
-    with pytest.raises(TraceError, match="cannot be read"):
-        record_fake(net(2), CPU, ProfileUse(calibrate=True))
 
 
 def test_a_profile_that_cannot_take_more_is_refused_before_anything_is_measured(
@@ -144,11 +143,8 @@ def test_a_profile_that_cannot_take_more_is_refused_before_anything_is_measured(
     path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
     _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
     monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
-    monkeypatch.setattr("tracer.recording.calibrate", lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
         record_real(net(2), CPU, "cpu", ProfileUse(path=path))
-    with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
-        record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="not a directory"):
         record_real(net(2), CPU, "cpu", ProfileUse(path=tmp_path / "file" / "p.parquet"))
@@ -170,18 +166,6 @@ def test_a_cache_that_cannot_be_written_costs_no_trace(
     said: list[str] = []
     assert record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1).meta.mode == "real"
     assert sum("warning: the device profile" in line for line in said) == 1
-    made = record_fake(net(2), CPU, ProfileUse(calibrate=True), said.append)
-    assert set(made.meta.workspace) == {"measured"}
-    assert sum("warning: the device profile" in line for line in said) == 2
-
-
-def test_a_new_profile_gets_all_calls_although_the_cache_knows_them(tmp_path: Path, cache: Path) -> None:
-    """It is made to be carried to another machine, where that cache is not."""
-    record_real(net(2), CPU, "cpu", ProfileUse(), rounds=1, warmup=1)
-    (known,) = cache.glob("*.parquet")
-    path = tmp_path / "mine.parquet"
-    record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
-    assert set(store.load(path).entries) == set(store.load(known).entries)
 
 
 def test_tf32_is_set_before_a_gpu_s_profile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +224,6 @@ def test_boards_by_the_driver_s_name(name: str, board: str) -> None:
     assert board_of(name) == board
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_here_cannot_be_calibrated() -> None:
-    with pytest.raises(EnvironmentProblem, match="runs ops on H200"):
-        record_fake(net(2), device("h200"), ProfileUse(off=True, calibrate=True))
-
-
 def test_library_workspaces_are_storages_that_are_always_there() -> None:
     draft = trace_step(net(2), CPU)
     trace = draft.trace
@@ -279,23 +257,13 @@ def test_rates_of_another_kind_are_no_header() -> None:
         TraceMeta.from_json({**good, "rates": {"op_ns": "3"}})
 
 
-def test_words_about_sources_and_skips() -> None:
+def test_words_about_sources() -> None:
     trace = record_fake(net(2), CPU, ProfileUse(off=True))
     trace = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "approximate": 2, "none": 1}))
     assert sources_text(trace, "") == (
         "Allocations inside the 6 computing ops: 3 measured, 2 approximate, by a few rules, "
         "1 by what they return alone."
     )
-    text = skipped_text({"aten.a.b(1)": "no", "aten.a.b(2)": "no", "aten.c.d(1)": "why"})
-    assert text == "3 calls could not be run alone (2 x aten.a.b, 1 x aten.c.d); aten.a.b: no"
-
-
-def test_an_entry_says_how_it_was_measured(tmp_path: Path) -> None:
-    path = tmp_path / "p.parquet"
-    record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
-    entries = store.load(path).entries.values()
-    assert entries
-    assert all(isinstance(e, Entry) and e.samples and e.provenance == "measured-cpu" for e in entries)
 
 
 def test_a_loss_that_makes_tensors_is_recorded_on_fake_tensors_as_it_runs() -> None:

@@ -177,7 +177,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(step_module.__file__).parents[2]))
     run, words = CliRunner().invoke, ["--batch-size", "2", "--target", "h100", "-q"]
     refused = run(trace_command, ["gpt2-tiny", "--shapes", "seq-len=7:8", "--device", "cpu"])
-    assert "leave --device and --calibrate out" in refused.output
+    assert "leave --device out" in refused.output
     assert run(trace_command, ["gpt2-tiny", "--seq-len", "8", "-o", "t", *words]).exit_code == 0
     asked = ["t", "--shapes", "seq-len=7:8", "--json"]
     first, again = run(simulate_command, asked), run(simulate_command, asked)

@@ -46,9 +46,6 @@ def trace() -> None:
 )
 @click.option("--profile", type=click.Path(path_type=Path), help="The device profile to use and to fill.")
 @click.option("--no-profile", is_flag=True, help="Use no device profile and fill none.")
-@click.option(
-    "--calibrate", is_flag=True, help="Run every op that the profile lacks alone on the target, and keep it."
-)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--shapes", help="Record a trace of each shape of a range, such as seq-len=16:512 (see the manual)."
@@ -127,8 +124,8 @@ def record_shapes(
     from traces.records import store
 
     begin = time.perf_counter()
-    if options.pop("device") is not None or options.pop("calibrate"):
-        raise SpecError("--shapes records on fake tensors; leave --device and --calibrate out.")
+    if options.pop("device") is not None:
+        raise SpecError("--shapes records on fake tensors; leave --device out.")
     asked = Shapes.parse(text)
     sizes = asked.looked_at()
     where = output or Path(f"{default_name(model, options)}-shapes")

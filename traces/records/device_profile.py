@@ -27,7 +27,7 @@ FORM: Final = tables.Format(
     version_key="profile_version",
     version=PROFILE_VERSION,
     columns={"key": TEXT, "events": INTS, "time_ns": INT, "samples": INT, "provenance": TEXT},
-    again="fill another with `trace --device` or `trace --calibrate`, or give --no-profile.",
+    again="fill another with `trace --device`, or give --no-profile.",
 )
 
 
