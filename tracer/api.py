@@ -157,8 +157,8 @@ def trace(
         }
         named = {"model": model, "optimizer": optimizer} if isinstance(model, str) else {}
         objects = {} if named else in_hand_there
-        found = _rehearsed({**around_all, **named}, objects, entry, tell)
-        if found is not None:
+        tell(f"Rehearsing {build.model} on {entry.name} ...")
+        for found in _rehearsed([{**around_all, **named}], objects, entry, tell):
             return found
     tell(f"Capturing {build.model} ...")
     with no_garbage():
@@ -176,16 +176,17 @@ def _path(profile: str | Path | Literal[False] | None) -> str | Literal[False] |
 
 
 def _rehearsed(
-    request: Mapping[str, Any], objects: Mapping[str, Any], gpu: Device, say: Callable[[str], None]
-) -> Trace | None:
-    """The step as torch's own CUDA code runs it on that GPU, which is not there; None where that cannot run here, and
-    `say` is told why, and how to get it."""
+    requests: Sequence[Mapping[str, Any]],
+    objects: Mapping[str, Any],
+    gpu: Device,
+    say: Callable[[str], None],
+) -> list[Trace]:
+    """The steps as torch's own CUDA code runs them on that GPU, which is not there; none where that cannot run here,
+    and `say` is told why, and how to get them."""
     from tracer.rehearsal.run import traced_on_null_driver
 
-    name = request.get("model") or type(objects["model"]).__name__
-    say(f"Rehearsing {name} on {gpu.name} ...")
     try:
-        return traced_on_null_driver(request, objects, gpu, say)
+        return traced_on_null_driver(requests, objects, gpu, say)
     except EnvironmentProblem as error:
         reason = str(error)
     except SpecError as error:
@@ -196,11 +197,11 @@ def _rehearsed(
             "--device cuda on the GPU."
         )
     say(f"approximate, by what ops return and a few rules: {reason}")
-    return None
+    return []
 
 
-def trace_there(folder: str, request: dict[str, Any]) -> dict[str, Any]:
-    """`trace` in a process on the null driver; the trace is saved in the folder, where objects in hand may be."""
+def trace_there(folder: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """`trace` in a process on the null driver; traces are saved in the folder, where objects in hand may be."""
     from inspect import unwrap
 
     from tracer.rehearsal.objects import load
@@ -210,14 +211,15 @@ def trace_there(folder: str, request: dict[str, Any]) -> dict[str, Any]:
 
     place, said = Path(folder), []  # type: ignore[var-annotated]
     given = load(place / OBJECTS) if (place / OBJECTS).exists() else {}
-    try:
-        with initialisers_without_values():
-            record = unwrap(trace)(**given, **request, device="cuda", say=said.append)
-    except LowtideError:
-        raise
-    except Exception as error:
-        raise explained(error) from error
-    store.save(record, place / TRACE)
+    for k, request in enumerate(requests):
+        try:
+            with initialisers_without_values():
+                record = unwrap(trace)(**given, **request, device="cuda", say=said.append)
+        except LowtideError:
+            raise
+        except Exception as error:
+            raise explained(error) from error
+        store.save(record, place / f"{TRACE}-{k}")
     return {"said": said}
 
 
@@ -234,15 +236,16 @@ def trace_shapes(
     tf32: bool | None = None,
     seed: int = 0,
     profile: str | Path | Literal[False] | None = None,
+    say: Callable[[str], None] | None = None,
     **options: Unpack[Options],
 ) -> None:
-    """Record the step of a model at each of some shapes, on fake tensors.
+    """Record the step of a model at each of some shapes, a GPU's rehearsed where that can be, all others on fakes.
 
     Args:
         model: by its name, or "path/to/file.py:function".
         shapes: options with their sizes, such as {"seq_len": 512}, in order.
         each: told of each trace as it is made, by the place of its shape; a middle one comes first.
-        optimizer, target, amp, tf32, seed, profile, options: as for `trace`.
+        optimizer, target, amp, tf32, seed, profile, say, options: as for `trace`.
 
     Raises:
         as `trace`, and SpecError: a size is given beside those of the shapes.
@@ -254,6 +257,16 @@ def trace_shapes(
     with no_garbage():
         entry = _entry(target, None, tf32=tf32)
         builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
+    if entry.kind == "cuda":
+        tell = say or (lambda text: None)
+        tell(f"Rehearsing {len(shapes)} shapes of {model} on {entry.name} ...")
+        around_all = {"model": model, "seed": seed, "profile": _path(profile), **given}
+        found = _rehearsed([{**around_all, **sizes} for sizes in shapes], {}, entry, tell)
+        for k, made in enumerate(found):
+            each(k, made)
+        if found:
+            return
+    with no_garbage():
         from tracer.recording import ProfileUse, record_shapes
 
     with left_as_found(tf32 is not None):

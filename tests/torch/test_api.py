@@ -218,8 +218,6 @@ def test_elementary_recurrent_layers_of_a_gpu_are_warned_of() -> None:
     assert [(w.subject, w.figures) for w in told["h100"]] == [("first", {"modules": 2})]
     assert "2, such as 'first'" in text(told["h100"][0])
     assert not told[None]
-    whole = trace(Speaker(0.0), batch, functional.cross_entropy, "sgd", target="h100")
-    assert not [w for w in warnings_of(Problem(whole)) if w.code == "recurrent"]
 
 
 def test_shared_storages_stay_shared() -> None:

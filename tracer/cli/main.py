@@ -140,7 +140,7 @@ def record_shapes(
         out.say(f"{next(done)} of {len(sizes)}: {in_words(sizes[k])}")
 
     with stdout_free(out.as_json):
-        unwrap(api.trace_shapes)(model, sizes, each, profile=profile, **options)
+        unwrap(api.trace_shapes)(model, sizes, each, profile=profile, say=out.say, **options)
     told = {"traces": [str(p) for p in places], "shapes": asked.count, "seconds": time.perf_counter() - begin}
     out.show(lambda: told, lambda: f"{where}: traces of {len(sizes)} of {asked.count:,} shapes")
 
