@@ -1,29 +1,25 @@
 """A replay of every answer that the commands give, so that a change that shall change none can show that it does not.
 
-    python -m tests.bench.answers make DIR                      the traces to ask about (once; needs torch)
-    python -m tests.bench.answers record DIR --traces TRACES    every answer of this checkout, one file each
+    python -m tests.bench.answers record DIR                    every answer of this checkout, one file each
     python -m tests.bench.answers compare DIR DIR2              what differs; exit code 1 if anything does
     python -m tests.bench.answers check --quick                 ask now, and compare with the committed digests
     python -m tests.bench.answers check --quick --against DIR   ask now, and compare with what was recorded
     python -m tests.bench.answers golden DIR                    write the committed digests from a recording
 
-For every day: `check --quick` (the gallery at one budget). Before a large change is done: `check --against DIR --traces
-TRACES` (everything). `--only 'GLOB'` asks only about rows whose names match, such as `'*resnet152*'` or `'pareto*'`;
-`--root PATH` asks another checkout; `--ignore 'GLOB'` looks past key paths whose differences are known and explained,
-such as `answer.warnings*`. `list` names the rows.
+For every day: `check --quick` (the gallery at one budget). Before a large change is done: `check --against DIR`
+(everything). `--only 'GLOB'` asks only about rows whose names match; `--root PATH` asks another checkout; `--ignore
+'GLOB'` looks past key paths whose differences are known and explained. `list` names the rows.
 
-What is asked (a row each): `simulate TRACE --budget B --json -o plan.json` for every trace and budget, also below the
-floor; and a few of each of the other questions: no budget, reserved memory, other allocator settings and devices,
-constraints, `compare`, `pareto`, `sweep`, `max-batch`, `replay`; and three runs of `trace`. Of each row are recorded
-the exit code, the message if it was refused, the whole JSON answer in its own order, and every file that was written:
-JSON whole, Parquet as a digest of each column. Nothing of the product is imported: only its commands and files are
-used, so that a recording can be compared with code that is arranged quite differently.
+Each row is a command: plans for every trace of the gallery at several budgets, a few of each other question, and three
+runs of `trace`. Recorded are the exit code, the message if it was refused, the whole JSON answer in its own order, and
+every file that was written: JSON whole, Parquet as a digest of each column. Nothing of the product is imported: only
+its commands and files are used, so that a recording can be compared with code that is arranged quite differently.
 
 The clock decides nothing here. How much the default planner tries follows from `--seconds`, but two things look at the
 processor's clock: its emergency brake, and `pareto`, which shares out the time that is left; both depend on the machine
 and on what else runs there. So the commands run with a processor clock that stands still (a `sitecustomize`, on their
 path only): then equal seeds make equal plans on any load. A planner that waits for the clock would never end; it is
-stopped after LONGEST_SECONDS. ENOUGH keeps the rows short; the four main models have the default.
+stopped after LONGEST_SECONDS. ENOUGH keeps the rows short; the two main models have the default.
 
 A difference reads `row | key path: before -> after`. The committed digests say which part of an answer differs and show
 its main figures; for the values themselves, record the earlier checkout (`git worktree add`, `record --root`) and
@@ -66,24 +62,11 @@ print("python", platform.python_version(), *(f"{p} {version(p)}" for p in ("torc
 """
 STOPPED_CLOCK: Final = "import time\ntime.thread_time = time.process_time = lambda: 0.0\n"
 ENOUGH: Final = ("--seconds", "1")
-MAIN: Final = ("gallery/resnet152", "gallery/bert-base", "made/gpt2", "made/llama-small")
+MAIN: Final = ("gallery/resnet152", "gallery/bert-base")
 MAIN_BUDGETS: Final = ("90%", "70%", "50%", "30%", "20%")
 BUDGETS: Final = ("80%", "60%", "40%")
 QUICK_BUDGET: Final = "60%"
 FAKE: Final = ("--no-profile", "-q")  # no profile of this machine
-MADE: Final = {  # name -> the words of `trace`
-    "resnet18": "resnet18 --batch-size 64 --target h200",
-    "resnet18-cpu": "resnet18 --batch-size 16 --target cpu",
-    "densenet121": "densenet121 --batch-size 32 --target h200",
-    "mobilenet_v2": "mobilenet_v2 --batch-size 64 --target a100-40",
-    "efficientnet_b0": "efficientnet_b0 --batch-size 64 --target h200",
-    "convnext_tiny": "convnext_tiny --batch-size 32 --target h100",
-    "vit_b_16": "vit_b_16 --batch-size 32 --target h200",
-    "gpt2": "gpt2 --batch-size 8 --seq-len 1024 --target h200",
-    "bert-base-bf16": "bert-base --batch-size 16 --seq-len 512 --amp bfloat16 --target h200",
-    "t5-small": "t5-small --batch-size 16 --seq-len 256 --target h200",
-    "llama-small": "llama-small --batch-size 8 --seq-len 512 --target h200",
-}
 TRACED: Final = {
     "resnet18": "resnet18 --batch-size 4 --image-size 64 --target h200",
     "gpt2-tiny": "gpt2-tiny --batch-size 2 --seq-len 64 --target h200 --amp bfloat16",
@@ -126,7 +109,6 @@ def rows_of(folder: Path, *, quick: bool) -> list[Row]:
     daily = [_plan(folder, name, QUICK_BUDGET, *ENOUGH) for name in names]
     if quick:
         return daily
-    names += [p.parent.relative_to(folder).as_posix() for p in sorted(folder.glob("made/*/ops.parquet"))]
     rows = [
         _plan(folder, name, budget, *(() if name in MAIN else ENOUGH))
         for name in names
@@ -153,7 +135,6 @@ def _about_some(folder: Path, there: set[str]) -> list[Row]:
     rows = [
         _plan(folder, resnet, "60%", *reserved),
         _plan(folder, bert, "80%", *reserved),
-        _plan(folder, "made/gpt2", "50%", *reserved),
         _plan(
             folder, resnet, "5GiB", "--alloc-conf", "expandable_segments:True", "--gpu", "a100-40", *ENOUGH
         ),
@@ -170,8 +151,6 @@ def _about_some(folder: Path, there: set[str]) -> list[Row]:
         resnet: ("compare 60%", "pareto 5", "as it is"),
         bert: ("compare 70%", "as it is"),
         cpu: ("compare 60%", "pareto 5", "as it is"),
-        "made/gpt2": ("compare 50%", "pareto 5"),
-        "made/densenet121": ("compare 40%",),
     }
     words = {"compare": ("compare", "{}", "--budget"), "pareto": ("pareto", "{}", "--points"), "as": ("{}",)}
     for name, asked in studies.items():
@@ -474,11 +453,6 @@ def _asking(command: Callable[..., None]) -> Callable[..., None]:
             "--root", type=click.Path(path_type=Path, exists=True), default=ROOT, help="The checkout."
         ),
         click.option("--python", default=sys.executable, help="The interpreter that runs it."),
-        click.option(
-            "--traces",
-            type=click.Path(path_type=Path, exists=True),
-            help="What `make` made (default: the gallery of the checkout with this file).",
-        ),
         click.option("--quick", is_flag=True, help="The gallery at one budget."),
         click.option("--only", default="*", help="Rows whose names match this glob."),
     ):
@@ -500,14 +474,12 @@ def _comparing(command: Callable[..., None]) -> Callable[..., None]:
 def _ask(
     root: Path,
     python: str,
-    traces: Path | None,
     quick: bool,
     only: str,
     take: Callable[[Row, dict[str, Any]], None],
 ) -> None:
     """Ask every chosen row and hand on its answer, in order."""
-    folder = (traces or ROOT / "traces").resolve()
-    rows = [row for row in rows_of(folder, quick=quick) if fnmatch.fnmatchcase(row.name, only)]
+    rows = [row for row in rows_of(ROOT / "traces", quick=quick) if fnmatch.fnmatchcase(row.name, only)]
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="answers-") as scratch:
         asker = Asker(root.resolve(), python, Path(scratch).resolve())
@@ -520,44 +492,17 @@ def _ask(
 
 @main.command("list")
 @_asking
-def list_command(root: Path, python: str, traces: Path | None, quick: bool, only: str) -> None:
+def list_command(root: Path, python: str, quick: bool, only: str) -> None:
     """Name the rows, with their commands."""
-    for row in rows_of((traces or ROOT / "traces").resolve(), quick=quick):
+    for row in rows_of(ROOT / "traces", quick=quick):
         if fnmatch.fnmatchcase(row.name, only):
             click.echo(f"{row.name}\n    {' '.join(row.words)}")
-
-
-@main.command("make")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--root", type=click.Path(path_type=Path, exists=True), default=ROOT, help="The checkout.")
-@click.option("--python", default=sys.executable, help="The interpreter that runs it.")
-def make_command(directory: Path, root: Path, python: str) -> None:
-    """Copy the gallery's traces and make others, without a GPU; what is there already stays."""
-    gallery = root / "traces" / "gallery"
-    for path in gallery.rglob("*.parquet"):
-        if (path.parent / "ops.parquet").is_file():
-            copy = directory / "gallery" / path.relative_to(gallery)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
-    with tempfile.TemporaryDirectory(prefix="answers-") as scratch:
-        asker = Asker(root.resolve(), python, Path(scratch).resolve())
-        for name, words in MADE.items():
-            out = (directory / "made" / name).resolve()
-            if out.is_dir():
-                continue
-            out.parent.mkdir(parents=True, exist_ok=True)
-            done = asker._run(["-m", "tracer", *words.split(), *FAKE, "-o", str(out)], out.parent)
-            if done.returncode:
-                raise click.ClickException(f"{name}: {done.stderr}")
-            click.echo(f"{name}: {done.stdout.splitlines()[1].strip()}", err=True)
 
 
 @main.command("record")
 @click.argument("directory", type=click.Path(path_type=Path))
 @_asking
-def record_command(
-    directory: Path, root: Path, python: str, traces: Path | None, quick: bool, only: str
-) -> None:
+def record_command(directory: Path, root: Path, python: str, quick: bool, only: str) -> None:
     """Ask, and write a file a row to DIRECTORY; rows of the same name that are there are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -565,7 +510,7 @@ def record_command(
         whole = {"row": row.name, "command": row.words, **answer}
         (directory / file_of(row.name)).write_text(json.dumps(whole, indent=1) + "\n")
 
-    _ask(root, python, traces, quick, only, write)
+    _ask(root, python, quick, only, write)
 
 
 @main.command("compare")
@@ -592,7 +537,6 @@ def check_command(
     against: Path | None,
     root: Path,
     python: str,
-    traces: Path | None,
     quick: bool,
     only: str,
     ignore: tuple[str, ...],
@@ -605,7 +549,7 @@ def check_command(
     def take(row: Row, answer: dict[str, Any]) -> None:
         after[row.name] = shortened(answer) if against is None else answer
 
-    _ask(root, python, traces, quick, only, take)
+    _ask(root, python, quick, only, take)
     if show_differences(before, after, ignore=ignore, partial=True, everything=everything):
         sys.exit(1)
 
