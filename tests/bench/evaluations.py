@@ -2,8 +2,7 @@
 
 python -m tests.bench.evaluations [TRACE...] [--json]
 
-A TRACE is a directory or a name of the gallery. Without one: the gallery's models, and decoders made of 3 to 900
-equal layers, of about 500 to 50,000 ops.
+A TRACE is a directory or a name of the gallery. Without one: the gallery's models, and chains of 500 to 50,000 ops.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import click
 
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.problem import Problem
-from tests.synthetic import decoder
+from tests.synthetic import ladder
 from traces.records.plan import Action
 from traces.records.store import load
 from traces.records.trace import Trace
 
-LAYERS = (12, 48, 96, 320, 1250)
+LENGTHS = (250, 2_500, 25_000)  # values; two ops each
 KINDS = {"keep-all": 0.0, "recompute 40 %": 0.4, "recompute 70 %": 0.7, "recompute-all": 1.0}
 SECONDS = 0.3  # for each figure
 
@@ -81,8 +80,8 @@ def main(traces: tuple[str, ...], as_json: bool) -> None:
     for name in traces or ("resnet152", "bert-base"):
         rows += measure(name, load(name))
     if not traces:
-        for layers in LAYERS:
-            rows += measure(f"decoder of {layers} layers", decoder(layers))
+        for length in LENGTHS:
+            rows += measure(f"chain of {length:,} values", ladder(length, seed=0))
     if as_json:
         click.echo(json.dumps(rows))
         return

@@ -18,7 +18,7 @@ from simulator.core.limits import Constraints
 from simulator.core.problem import Problem
 from tests.exhaust import draw_trace
 from tests.strategies import traces
-from tests.synthetic import decoder, resnet
+from tests.synthetic import resnet
 from tests.tiny import bwd, fwd, trace
 from traces.records.store import load
 from traces.records.trace import EAGER, Trace
@@ -168,10 +168,8 @@ def test_under_constraints() -> None:
     assert seen > 100
 
 
-@pytest.mark.parametrize(
-    "of", [resnet((1, 1, 1, 1), batch=2, side=64), decoder(3)], ids=["resnet", "decoder"]
-)
-def test_networks(of: Trace) -> None:
+def test_a_network() -> None:
+    of = resnet((1, 1, 1, 1), batch=2, side=64)
     assert check(Instants(Problem(of)), any_order(of, 2, 60)) > 60
     check(Instants(Problem(of)), any_order(of, 1, 60))
 
