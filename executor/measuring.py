@@ -1,7 +1,7 @@
 """Measure a training step in a fresh process: peak memory by the allocator's own account, and step time.
 
 Three variants, each in a process of its own: the untouched model in the ordinary loop (eager), the rewritten graphs
-with an empty plan (keep_all), and the plan, whose steps are timed in turns with keep-all's (see `timed`). On the CPU
+with an empty plan (keep_all), and the plan, whose steps are timed in turns with save-all's (see `timed`). On the CPU
 the peak is the running sum of the allocator's events as the profiler records them, from before the model is built; on
 CUDA it is the caching allocator's statistics. On a GPU that is not there (a rehearsal) all of it runs, and there are no
 times.
@@ -66,7 +66,7 @@ Once = Callable[[], bool]  # one training step; whether a gradient scaler took i
 
 
 class _Ready(NamedTuple):
-    """A step that can be run, and what makes the keep-all step on the same model and optimizer (None: not wanted)."""
+    """A step that can be run, and what makes the save-all step on the same model and optimizer (None: not wanted)."""
 
     once: Once
     keep_all: Callable[[], Once] | None
@@ -227,7 +227,7 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
 
 def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
-    """The figures with the times of steps: of a plan in turns with the keep-all step, where that fits too."""
+    """The figures with the times of steps: of a plan in turns with the save-all step, where that fits too."""
     keep_all = _fitting(ready.keep_all)
     steps = [ready.once, *([] if keep_all is None else [keep_all])]
     times, *beside = timed(steps, warmup=job.warmup, runs=job.runs, wait=wait)

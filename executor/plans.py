@@ -1,4 +1,4 @@
-"""Verify and measure plans, one or those of a sweep: eager, keep-all and the plan, each in a process of its own."""
+"""Verify and measure plans, one or those of a sweep: eager, save-all and the plan, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def measure_plan(
     """Verify and measure one plan.
 
     Args:
-        known: what eager and keep-all gave for another plan of the same step, which are then not measured again; gets
+        known: what eager and save-all gave for another plan of the same step, which are then not measured again; gets
             what they give now.
 
     Raises:
@@ -80,7 +80,7 @@ def measure_plan(
             model's (a plan from a laptop's trace applies on a GPU as long as the model's graph has the same structure
             there, and a plan for a GPU's graph does not run on the CPU).
         EnvironmentProblem: no such device, the environment sets the allocator otherwise, or a process died.
-        OutOfMemoryProblem: the plan ran out of memory. (That eager, keep-all or the verification did is a warning.)
+        OutOfMemoryProblem: the plan ran out of memory. (That eager, save-all or the verification did is a warning.)
     """
     plan = Plan.load(path)
     plan.check_seal(path)
@@ -113,7 +113,7 @@ def measure_plan(
         progress(f"Verifying {settings.steps} steps against the untouched model ...")
         verification = if_it_fits(VERIFY, f"{UNVERIFIED}, which takes two models at once,").verification
     results = {} if known is None else known
-    for variant, label in ((EAGER, "eager"), (KEEP_ALL, "keep-all")):
+    for variant, label in ((EAGER, "eager"), (KEEP_ALL, "save-all")):
         if variant in results:
             continue
         progress(f"Measuring {label} on {settings.device} ...")

@@ -61,7 +61,7 @@ def _headline(m: Measurement, where: str) -> Table:
     rows: list[tuple[Cell | str, ...]] = [
         (f"peak with the plan, measured on {where}", peaks[0], f"predicted {peaks[1]}"),
         ("error of the predicted peak", off, "100·(predicted − measured)/measured"),
-        ("step with the plan, measured", times[0], f"eager {times[1]}, keep-all {times[2]}"),
+        ("step with the plan, measured", times[0], f"eager {times[1]}, save-all {times[2]}"),
     ]
     if m.budget_bytes is not None:
         told, tone = {None: ("unknown", ""), True: ("within", "good"), False: ("above", "bad")}[
@@ -83,7 +83,7 @@ def _headline(m: Measurement, where: str) -> Table:
 def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
     text = (
         f"Measured figures come from the {where}, each way of running the step in a process of its own. Eager is the "
-        "untouched training loop; keep-all is the rewritten graph with an empty plan; plan is the rewritten graph with "
+        "untouched training loop; save-all is the rewritten graph with an empty plan; plan is the rewritten graph with "
         "the plan."
     )
     target, notes = meta.target or meta.device, [Text(text)]
@@ -108,7 +108,7 @@ def _runs(m: Measurement) -> tuple[Run, ...]:
     """The ways of running the step: what was predicted of each, of eager nothing, and what was measured."""
     return (
         ("eager", RunFigures(), m.eager),
-        ("keep-all", m.keep_all_predicted, m.keep_all),
+        ("save-all", m.keep_all_predicted, m.keep_all),
         ("plan", m.predicted, m.measured),
     )
 

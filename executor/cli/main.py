@@ -283,8 +283,8 @@ def in_words(outcome: Outcome) -> str:
     found = "rehearsed" if rehearsed else "measured"
     runs = (
         (f"eager, {found}", m.eager),
-        ("keep-all, predicted", m.keep_all_predicted),
-        (f"keep-all, {found}", m.keep_all),
+        ("save-all, predicted", m.keep_all_predicted),
+        (f"save-all, {found}", m.keep_all),
         ("plan, predicted", m.predicted),
         (f"plan, {found}", m.measured),
     )

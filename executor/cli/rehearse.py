@@ -224,7 +224,7 @@ def _beside(plan: Plan, found: dict[str, Rehearsal]) -> str:
     rehearsed = found["plan"]
     runs = (
         ("eager, rehearsed", found["eager"].figures),
-        ("keep-all, predicted", predicted_figures(plan, "baseline")),
+        ("save-all, predicted", predicted_figures(plan, "baseline")),
         ("plan, predicted", predicted_figures(plan, "plan")),
         ("plan, rehearsed", rehearsed.figures),
     )

@@ -38,7 +38,7 @@ UNABLE = "saved: may not be recomputed"
 ACTION_COLOURS: Final = {IS_SAVED: "#94a3b8", RECOMPUTED: "#d9614c", REPLACED: "#56a6a0", UNABLE: "#3f4657"}
 # One hue for each way to run the step; the paler shade is always a prediction.
 WAY_COLOURS: Final = {
-    "keep-all": ("#c3d3e6", "#4c78a8"),
+    "save-all": ("#c3d3e6", "#4c78a8"),
     "plan": ("#f0c0b7", "#d9614c"),
     "eager": ("#d6d3d1", "#78716c"),
 }

@@ -67,7 +67,7 @@ def write_levers(path: str | Path, found: Study) -> Path:
             (above, row.peak_allocated_bytes - row.floor_bytes, row.peak_allocated_bytes),
         )
     ]
-    colours = {below: charts.BOUND_COLOUR, above: charts.WAY_COLOURS["keep-all"][0]}
+    colours = {below: charts.BOUND_COLOUR, above: charts.WAY_COLOURS["save-all"][0]}
     limit = found.budget_bytes and found.budget_bytes / unit
     caption = (
         "Each bar ends at the peak with everything saved. Plans can bring it down to the end of its dark part, and no "

@@ -15,7 +15,7 @@ from traces.errors import LowtideError
 from traces.records.plan import Plan
 from traces.records.store import load
 
-WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}
+WAYS = {EAGER: "eager", KEEP_ALL: "save-all", PLAN: "plan"}
 PEAK_KEY, TIME_KEY = "peak_allocated_bytes", "step_time_ns"
 
 
@@ -69,7 +69,7 @@ def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
     bars = []
     for row in sweep.rows:
         measured = [(way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured]
-        for way, run, real in (("keep-all", row.baseline, False), ("plan", row.plan, False), *measured):
+        for way, run, real in (("save-all", row.baseline, False), ("plan", row.plan, False), *measured):
             if (value := run.headline()[figure]) is not None:
                 bars.append(charts.Bar(str(row.batch_size), way, real, value, where if real else ""))
     return bars
@@ -84,7 +84,7 @@ def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
     blocks = [
         Chart(
             charts.grouped(peaks, "peak allocated", group_title=group, is_bytes=True, limits=limits),
-            "keep-all is without checkpointing, plan is with it. Pale bars are predicted, solid "
+            "save-all is without checkpointing, plan is with it. Pale bars are predicted, solid "
             "bars measured; the red line is the budget.",
             "Peak memory",
         ),
@@ -104,11 +104,11 @@ def _breakdown(sweep: Sweep) -> Chart:
     parts = {
         f"{r.batch_size}, {way}": part
         for r in sweep.rows
-        for way, part in (("keep-all", r.breakdown_baseline), ("plan", r.breakdown_plan))
+        for way, part in (("save-all", r.breakdown_baseline), ("plan", r.breakdown_plan))
         if part
     }
     text = (
-        "What is allocated at the predicted peak, without checkpointing (keep-all) and with it (plan), by batch size. "
+        "What is allocated at the predicted peak, without checkpointing (save-all) and with it (plan), by batch size. "
         "The parts sum to the peak."
     )
     return Chart(charts.peak_by_category(parts), text)

@@ -348,7 +348,7 @@ def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: 
     assert "<p>One &lt;i&gt;word&lt;/i&gt;.</p>" in html
     assert "the floor is &lt;b&gt;9 GiB&lt;/b&gt;" in html
     assert "No trace of this sweep is at hand" in html
-    assert set().union(*map(series_of, specifications(html))) == {"keep-all, predicted", "plan, predicted"}
+    assert set().union(*map(series_of, specifications(html))) == {"save-all, predicted", "plan, predicted"}
 
 
 def test_warnings_that_differ_in_figures_alone_are_one() -> None:
@@ -404,8 +404,8 @@ def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> N
     html = write_sweep(tmp_path / "s.html", sweep, measured_on="CPU").read_text("utf-8")
     specs = specifications(html)
     latency = [series_of(s) for s in specs if "step time" in json.dumps(s)]
-    real = {"eager, measured on CPU", "keep-all, measured on CPU", "plan, measured on CPU"}
-    assert latency == [{"keep-all, predicted", "plan, predicted"}, real]
+    real = {"eager, measured on CPU", "save-all, measured on CPU", "plan, measured on CPU"}
+    assert latency == [{"save-all, predicted", "plan, predicted"}, real]
     assert real < set().union(*map(series_of, specs))
     assert "-12.500 %" in html  # 1.4 GiB predicted, 1.6 measured
     assert "At batch size 2, the largest whose trace is at hand" in html
