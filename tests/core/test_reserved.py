@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.reserved import reserved_peak
-from simulator.allocator.settings import AllocatorSettings
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
@@ -30,28 +29,6 @@ from traces.records.trace import (
 )
 
 MIB = 1 << 20
-
-
-def test_a_chain_of_small_tensors_lives_in_one_segment() -> None:
-    # chain(3, 1000): w is resident; x0..x3 live, then g3 with x3, g2 with g3 and x2, ...
-    # At g3: w, x0, x1, x2, x3, g3 = 6 tensors of 1000 bytes -> 6 blocks of 1024; g2 takes x3's place: 6 again.
-    t = chain(3, 1000)
-    figures = reserved_peak(Problem(t), build(Problem(t)))
-    assert figures.peak_requested_bytes == 6000
-    assert figures.peak_block_bytes == 6 * 1024
-    assert figures.peak_reserved_bytes == 2 * MIB
-    assert figures.segment_requests == 1
-
-
-def test_large_tensors_round_to_segments() -> None:
-    # w of 11 MiB: a segment of 12 MiB, whose rest of 1 MiB is too small to split off: allocated 12.
-    # x0, x1 the same: 24 more; g1 with x1: 12 more: allocated 48 in 4 segments of 12. g0 takes x1's, freed by then.
-    t = chain(1, 11 * MIB)
-    figures = reserved_peak(Problem(t), build(Problem(t)))
-    assert figures.peak_requested_bytes == 44 * MIB
-    assert figures.peak_block_bytes == 48 * MIB
-    assert figures.peak_reserved_bytes == 48 * MIB
-    assert figures.fragmentation == 0
 
 
 def test_an_iteration_that_asks_for_new_memory_may_have_the_largest_blocks() -> None:
@@ -249,23 +226,6 @@ def test_an_output_taken_over_in_place_needs_no_block() -> None:
     assert build(Problem(t)).takes == (-1, 1, -1)
     figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_block_bytes == figures.peak_reserved_bytes == 60 * MIB
-
-
-def test_expandable_segments_reuse_what_fixed_segments_cannot() -> None:
-    # x (30) and y (30) are freed, then z (60) is wanted: two free segments of 30 do not serve it, one range does.
-    ops = [
-        fwd({"x": 30 * MIB}, "w"),
-        fwd({"y": 30 * MIB}, "x"),
-        fwd({"a": 512}, "x", "y"),
-        fwd({"z": 60 * MIB}, "a"),
-        bwd({"g": 512}, "z"),
-    ]
-    t = trace(ops, {"w": 512})
-    # Fixed: 2 (small) + 30 + 30 + 60. Expandable: 2 + pages of 20: 30 -> 40 mapped, 60 -> 60.
-    assert reserved_peak(Problem(t), build(Problem(t))).peak_reserved_bytes == 122 * MIB
-    grown = reserved_peak(Problem(t), build(Problem(t)), AllocatorSettings(expandable_segments=True))
-    assert grown.peak_reserved_bytes == 62 * MIB
-    assert grown.peak_block_bytes == 60 * MIB + 1024  # z, w and a
 
 
 def test_a_device_that_is_too_small_says_so() -> None:

@@ -160,17 +160,6 @@ def test_would_these_settings_help(network: Path, tmp_path: Path) -> None:
     assert "expandable_segments" in bad.stderr
 
 
-def test_recorded_settings_are_those_of_the_answer() -> None:
-    of = on_gpu(chain(3, 1000), alloc_conf="expandable_segments:True")
-    question = setting_of(of.meta)
-    assert question.settings is not None
-    assert question.settings.expandable_segments
-    assert not question.asked
-    plain = setting_of(of.meta, "")
-    assert plain.settings is not None
-    assert not plain.settings.expandable_segments
-
-
 def test_a_cpus_trace_has_no_reserved_memory(cpu_network: Path) -> None:
     said = json.loads(simulate(cpu_network, "--budget", "60%", "--json").stdout)
     for key in ("baseline", "plan"):
@@ -455,32 +444,6 @@ def test_every_planner_and_budget_has_its_reserved_memory(network: Path) -> None
     assert front["points"][-1]["peak_reserved_bytes"] == kept
 
 
-def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path: Path) -> None:
-    pytest.importorskip("altair")
-    pytest.importorskip("vl_convert")
-    page = tmp_path / "page.html"
-    words = (
-        "--budget",
-        "70%",
-        "--planner",
-        "mu-two",
-        "--alloc-conf",
-        "expandable_segments:True",
-        "--gpu",
-        "h200",
-    )
-    assert simulate(network, *words, "--report", page).exit_code == 0
-    html = page.read_text("utf-8")
-    for part in (
-        "fragmentation",
-        "peak reserved",
-        "a CUDA build of torch",
-        "<td>device</td><td>H200: ",
-        "with expandable_segments:True; without: ",
-    ):
-        assert part in html, part
-
-
 def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
     """`g` takes over `y`'s 50 bytes; without that, g's op holds x 100, y 50 and g 50."""
     step = trace(
@@ -522,16 +485,6 @@ def test_the_untouched_model_has_wide_dropout_masks_on_a_cpu() -> None:
 
     assert extra(masked("cpu")) == 30
     assert extra(masked("cuda")) == 0  # CUDA's fused kernel writes a byte an element too
-
-
-def test_unknown_allocations_are_counted_as_the_trace_counts_them() -> None:
-    """Of four ops one is unknown, by the header; one that overwrites its argument has no events and is known."""
-    step = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
-    step = replace(step, meta=replace(step.meta, workspace={"none": 1, "rules": 3}))
-    said = texts(saved(step))
-    assert any(
-        "of 4 computing ops 3 count by a few rules and 1 by what they return" in text for text in said
-    ), said
 
 
 def test_what_a_device_has_is_said_once() -> None:
