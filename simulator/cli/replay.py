@@ -86,12 +86,18 @@ def _answer(source: Recording, runs: dict[str, Replay]) -> dict[str, Any]:
     } | {
         name: {
             **{key.replace("block", "allocated"): n for key, n in asdict(run.figures).items()},
-            "fragmentation_percent": 100 * run.fragmentation,
+            "fragmentation_percent": _fragmentation_percent(run),
             "segment_requests": len(run.segment_requests),
             "out_of_memory": run.out_of_memory,
         }
         for name, run in runs.items()
     }
+
+
+def _fragmentation_percent(run: Replay) -> float:
+    """Peak reserved over the peak in blocks, less one."""
+    peak = run.figures.peak_block_bytes
+    return 100 * (run.figures.peak_reserved_bytes / peak - 1) if peak else 0.0
 
 
 def _table(source: Recording, runs: dict[str, Replay]) -> str:
@@ -105,7 +111,7 @@ def _table(source: Recording, runs: dict[str, Replay]) -> str:
             ("", "", lambda row: row[0]),
             ("peak reserved", "bytes", lambda r: (r[1].figures if r[1] else source).peak_reserved_bytes),
             ("peak in blocks", "bytes", lambda row: row[1] and row[1].figures.peak_block_bytes),
-            ("fragmentation", "share", lambda row: row[1] and 100 * row[1].fragmentation),
+            ("fragmentation", "share", lambda row: row[1] and _fragmentation_percent(row[1])),
             ("new segments", "count", lambda row: len((row[1] or source).segment_requests)),
         ),
     ).lines()

@@ -18,6 +18,7 @@ MAX_FILE_BYTES: Final = 4 << 30
 # What a pickle may take while it loads. The stacks of a snapshot are shared objects and expand about tenfold.
 SPARE_BYTES: Final = 2 << 30
 BYTES_PER_FILE_BYTE: Final = 24
+SNAPSHOT: Final = "torch.cuda.memory._dump_snapshot(path), in torch 2.1 or newer"
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -29,9 +30,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain(path: Path) -> Any:
-    """Return what the file holds: dicts, lists, tuples, sets, numbers, text, bytes, True, False, None. Raises
-    TraceError if the file is not a pickle, is cut off, asks for anything else, or is too large.
-    """
+    """Return what the file holds, in plain containers. Raises TraceError: no pickle, cut off, too large, or hostile."""
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
@@ -41,16 +40,10 @@ def load_plain(path: Path) -> Any:
     except OSError as error:
         why = f"cannot be read ({error.strerror or error}); name another file."
     except MemoryError:
-        why = (
-            "damaged, or too large to be read; record with a smaller max_entries, or with "
-            "_record_memory_history(context=None)."
-        )
+        why = "damaged, or too large to be read; record with _record_memory_history(context=None)."
     # A damaged pickle can make the unpickler raise almost anything; no code of the file's own can have run.
     except Exception as error:
-        why = (
-            f"not a memory snapshot ({str(error) or type(error).__name__}); make one with "
-            "torch.cuda.memory._dump_snapshot(path)."
-        )
+        why = f"not a memory snapshot ({str(error) or type(error).__name__}); make one with {SNAPSHOT}."
     raise TraceError(f"{path}: {why}")
 
 

@@ -6,20 +6,14 @@ A history must begin before the first allocation: of what was there before it, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from simulator.allocator.replay.pickles import load_plain
-from simulator.allocator.settings import (
-    LOWEST_ADDRESS,
-    OLDER_BLOCK,
-    OLDER_SEGMENT,
-    AllocatorSettings,
-    parse_alloc_conf,
-)
+from simulator.allocator.replay.pickles import SNAPSHOT, load_plain
+from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from traces.errors import LowtideError, TraceError
 
 Action = Literal[
@@ -35,6 +29,7 @@ GOES_BEFORE: Final = {
 }
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 POOL: Final = (0, 0)  # torch's own
+RECORD: Final = "call torch.cuda.memory._record_memory_history() before the first allocation"
 
 
 class _Block(Struct, frozen=True):
@@ -89,9 +84,7 @@ class Recording:
 
 
 def read_recording(path: str | Path, device: int | None = None) -> Recording:
-    """Read a snapshot of a device, by default of the first that recorded anything. Raises TraceError: no such file,
-    damaged, hostile or foreign, and what `recording_from_snapshot` refuses.
-    """
+    """Read a snapshot of a device, by default of the first that recorded anything; raises TraceError."""
     return recording_from_snapshot(load_plain(Path(path)), str(path), device)
 
 
@@ -108,13 +101,11 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
         events = convert([row for row in rows if row.get("action") in get_args(Action)], tuple[Event, ...])
     except (ValidationError, UnicodeError) as error:
         raise TraceError(
-            f"{source}: not a memory snapshot, or damaged ({error}); make one with "
-            "torch.cuda.memory._dump_snapshot(path), in torch 2.1 or newer."
+            f"{source}: not a memory snapshot, or damaged ({error}); make one with {SNAPSHOT}."
         ) from None
     if not events:
         raise TraceError(
-            f"{source}: device {device} recorded no events (devices with some: {recorded}); call "
-            "torch.cuda.memory._record_memory_history() before the first allocation."
+            f"{source}: device {device} recorded no events (devices with some: {recorded}); {RECORD}."
         )
     segments = [s for s in snapshot.segments if s.device == device]
     if private := {s.segment_pool_id for s in segments} - {POOL}:
@@ -135,16 +126,11 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     if _left(events, source) != in_use.keys():
         raise _midway(source, "the blocks that are in use at the end are not those that it asked for")
     settings, notes = _settings(snapshot.allocator_settings, any("pool_id" in row for row in rows))
+    in_blocks = sum(b.size for b in in_use.values() if b.state == "active_allocated")
     return Recording(
-        source=source,
-        device=device,
-        events=events,
-        settings=settings,
-        peak_reserved_bytes=peak,
-        final_reserved_bytes=final,
-        final_allocated_bytes=sum(b.size for b in in_use.values() if b.state == "active_allocated"),
-        notes=notes,
-    )
+        source=source, device=device, events=events, settings=settings, peak_reserved_bytes=peak,
+        final_reserved_bytes=final, final_allocated_bytes=in_blocks, notes=notes,
+    )  # fmt: skip
 
 
 def running_reserved(events: Sequence[Event], start_bytes: int = 0) -> tuple[int, int]:
@@ -169,9 +155,8 @@ def _left(events: Sequence[Event], source: str) -> set[int]:
 
 def _midway(source: str, why: str) -> TraceError:
     return TraceError(
-        f"{source}: the history begins midway, lacks events or is damaged: {why}. Call "
-        "torch.cuda.memory._record_memory_history() before the first allocation, without skip_actions and with enough "
-        "max_entries."
+        f"{source}: the history begins midway, lacks events or is damaged: {why}; {RECORD}, without skip_actions and "
+        "with enough max_entries."
     )
 
 
@@ -189,5 +174,5 @@ def _settings(data: Any, pools_named: bool) -> tuple[AllocatorSettings, tuple[st
     except LowtideError as error:
         why = str(error).encode(errors="backslashreplace").decode()
         notes = (f"the recorded PYTORCH_ALLOC_CONF is not understood, torch's defaults are assumed: {why}",)
-    older = OLDER_SEGMENT if "max_cached_size" in told else OLDER_BLOCK
-    return replace(out, ties=older if pools_named else LOWEST_ADDRESS), notes
+    newest = "2.13" if "max_cached_size" in told else "2.12"
+    return as_in(out, newest if pools_named else "2.11"), notes

@@ -12,7 +12,7 @@ from simulator.allocator.settings import AllocatorSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The simulated allocator's answer to a recording's requests."""
+    """What the simulated allocator did with a recording's requests."""
 
     figures: AllocatorFigures
     segment_requests: tuple[int, ...]  # bytes asked of the driver, in order
@@ -20,12 +20,6 @@ class Replay:
     same_addresses: int  # allocations that landed where the recording says
     out_of_memory: str | None  # why and where it stopped; None: it went through
     seconds: float
-
-    @property
-    def fragmentation(self) -> float:
-        """Peak reserved over the peak in blocks, less one."""
-        peak = self.figures.peak_block_bytes
-        return self.figures.peak_reserved_bytes / peak - 1 if peak else 0.0
 
 
 def replay(
@@ -41,11 +35,25 @@ def replay(
 
     Ignores: what the program would have done otherwise with other settings.
     """
+    segments = iter([(e.address, e.size_bytes) for e in recording.events if e.action == "segment_alloc"])
+    pages = [e.address for e in recording.events if e.action == "segment_map"]
+    end = max(e.address + e.size_bytes for e in recording.events)
+
+    def place(size: int, stream: int, expandable: bool) -> int:
+        """Where it was recorded, as long as it is the same memory; an expandable range begins with its first pages."""
+        nonlocal end
+        mapped = sum(s.action == "segment_map" for s in allocator.segment_events) if expandable else 0
+        if expandable and mapped < len(pages):
+            return pages[mapped]
+        at, recorded = (0, -1) if expandable else next(segments, (0, -1))
+        if recorded == size:
+            return at
+        end += size
+        return end - size
+
     as_recorded = settings is None
-    memory = _Memory(recording)
-    allocator = memory.allocator = Allocator(
-        settings or recording.settings, device_memory_bytes, memory.place if as_recorded else None
-    )
+    chosen = settings or recording.settings
+    allocator = Allocator(chosen, device_memory_bytes, place if as_recorded else None)
     there: dict[int, Block] = {}
     allocations = same_addresses = 0
     giving_back = False  # in the middle of one call of empty_cache()
@@ -69,37 +77,9 @@ def replay(
         elif e.action in GIVES_BACK and not giving_back:
             allocator.release_cached()
         giving_back = e.action in GIVES_BACK or (giving_back and e.action == "free_completed")
+    asked = tuple(s.size_bytes for s in allocator.segment_events if s.action in GETS)
+    seconds = time.perf_counter() - begin
     return Replay(
-        figures=allocator.figures(),
-        segment_requests=tuple(s.size_bytes for s in allocator.segment_events if s.action in GETS),
-        allocations=allocations,
-        same_addresses=same_addresses,
-        out_of_memory=stopped,
-        seconds=time.perf_counter() - begin,
-    )
-
-
-class _Memory:
-    """Where the recording says that new memory lay, as long as it is the same memory; behind all that, else."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.allocator: Allocator | None = None
-        self.segments = iter(
-            [(e.address, e.size_bytes) for e in recording.events if e.action == "segment_alloc"]
-        )
-        self.pages = [e.address for e in recording.events if e.action == "segment_map"]
-        self.end = max((e.address + e.size_bytes for e in recording.events), default=0)
-
-    def place(self, size: int, stream: int, expandable: bool) -> int:
-        """The address of a segment, or of an expandable range, which begins with its first pages."""
-        if expandable:
-            assert self.allocator is not None
-            mapped = sum(s.action == "segment_map" for s in self.allocator.segment_events)
-            if mapped < len(self.pages):
-                return self.pages[mapped]
-        else:
-            at, recorded = next(self.segments, (0, -1))
-            if recorded == size:
-                return at
-        self.end += size
-        return self.end - size
+        figures=allocator.figures(), segment_requests=asked, allocations=allocations,
+        same_addresses=same_addresses, out_of_memory=stopped, seconds=seconds,
+    )  # fmt: skip
