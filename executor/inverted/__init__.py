@@ -1,4 +1,4 @@
-"""Activations and norms that save their output, which the next layer saves anyway, in place of their input.
+"""GELU and SiLU that save their output, which the next layer saves anyway, in place of their input.
 
 After Inverted Activations (Novikov and Oseledets, arXiv:2407.15545): the derivative is computed from the output and one
 bit an element (or two), which says on what side of the function's minimum the input lay. Forward is torch's own;
@@ -11,17 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executor.inverted.modules import GELU, Hardswish, Mish, QuickGELU, SiLU
-    from executor.inverted.norms import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, RMSNorm
-    from executor.inverted.replace import Converted, convert
+    from executor.inverted.modules import GELU, Converted, SiLU, convert
 
-__all__ = [
-    "GELU", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Converted", "Hardswish", "LayerNorm", "Mish", "QuickGELU",
-    "RMSNorm", "SiLU", "convert",
-]  # fmt: skip
+__all__ = ["GELU", "Converted", "SiLU", "convert"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'executor.inverted' has no attribute {name!r}")
-    return getattr(import_module("executor.inverted.replace"), name)
+    return getattr(import_module("executor.inverted.modules"), name)

@@ -7,7 +7,7 @@ f' = y / y_min * left(u).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import frexp
 from typing import Final
 
@@ -18,23 +18,21 @@ from simulator.core.rewrites.invert import DIGITS, TWO_BITS
 class Fit:
     """One activation's coefficients, lowest power first.
 
-    `scale`: the fit is of `scale` times the output. `y_top` is the output from which on the derivative is taken to be
-    constant. `error` is the largest absolute error of f' in exact arithmetic. What is measured is larger, since y is
-    rounded and its slope is 0 at the minimum: against float64, relative L2 for inputs from N(0, 1), at most 4e-6 in
-    float32, 7e-4 in float16, 3e-3 in bfloat16 (of which 1.9e-3 is the rounding of the result, which torch's own has,
-    too). There no function of GELU's y and the one bit is better than 2.8e-3; of SiLU's it would be 3.0e-3 and of
-    Mish's 3.2e-3, so these have a second bit.
+    `y_top` is the output from which on the derivative is taken to be constant. `error` is the largest absolute error of
+    f' in exact arithmetic. What is measured is larger, since y is rounded and its slope is 0 at the minimum: against
+    float64, relative L2 for inputs from N(0, 1), at most 4e-6 in float32, 7e-4 in float16, 3e-3 in bfloat16 (of which
+    1.9e-3 is the rounding of the result, which torch's own has, too). There no function of GELU's y and the one bit is
+    better than 2.8e-3; of SiLU's it would be 3.0e-3, so SiLU has a second bit.
     """
 
     x_min: float
     y_min: float
     y_top: float
-    middle: float = 0.0
-    over: tuple[float, ...] = ()
-    under: tuple[float, ...] = ()
-    left: tuple[float, ...] = ()
-    error: float = 0.0
-    scale: float = 1.0
+    middle: float
+    over: tuple[float, ...]
+    under: tuple[float, ...]
+    left: tuple[float, ...]
+    error: float
 
 
 # fmt: off
@@ -63,33 +61,18 @@ FITS: Final[dict[str, Fit]] = {
             -0.005660674, 0.00049037964),
         error=4.2e-07,
     ),
-    "mish": Fit(
-        x_min=-1.1924312145154952, y_min=-0.30884341301725043, y_top=9.0, middle=1.53,
-        over=(0.69574544, 0.32696309, 1.5443464, 1.1270457, 0.76801648, 0.41935567, 0.065030063),
-        under=(1, 1.2827104, 2.8189924, 2.9373263, 2.5190247, 1.4010915, 0.47704929, 0.077033696),
-        left=(-1.0636118e-06, -0.40597185, 0.3144312, -0.19257331, 0.11672136, -0.064766278, 0.025391591,
-            -0.0056903567, 0.0005377809),
-        error=1.1e-06,
-    ),
-    # x (x + 3) / 6 between -3 and 3 is a parabola, whose inverse needs no coefficients.
-    "hardswish": Fit(x_min=-1.5, y_min=-0.375, y_top=3.0),
 }
 # fmt: on
 
-# x sigmoid(1.702 x), of which 1.702 times is SiLU's of 1.702 x.
-FITS["quick_gelu"] = replace(FITS["silu"], scale=1.702)
-X_MIN: Final = {kind: fit.x_min / fit.scale for kind, fit in FITS.items()}
-
 
 def half_cell(kind: str, digits: int) -> float:
-    """Outputs around the minimum (times `scale`) are rounded by at most that, in a type with so many binary digits; of
-    what has two bits an element, one says in what half of that cell the output lies."""
-    fit = FITS[kind]
-    half = 2.0 ** (frexp(fit.y_min / fit.scale)[1] - digits - 1) * fit.scale
+    """By how much outputs around the minimum are rounded at most, in a type of so many binary digits; where an element
+    has two bits, half of that, since one says in what half of the cell the output lies."""
+    half = 2.0 ** (frexp(FITS[kind].y_min)[1] - digits - 1)
     return half / 2 if two_bits(kind, digits) else half
 
 
 def two_bits(kind: str, digits: int) -> bool:
-    """Whether a second bit an element says in what half of its cell an output lies: where gradients would be off by
-    more than 3e-3 without."""
+    """True if a second bit an element says in what half of its cell an output lies: without it gradients would be off
+    by more than 3e-3."""
     return digits == DIGITS["bfloat16"] and kind in TWO_BITS

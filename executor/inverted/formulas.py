@@ -11,24 +11,14 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from executor.inverted.fits import FITS, X_MIN, half_cell, two_bits
+from executor.inverted.fits import FITS, half_cell, two_bits
 from simulator.core.rewrites import invert
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x), rounded once."""
-    wide = x.float() if x.itemsize < 4 else x
-    return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
-
 
 # y in the exact bits that torch's own module gives.
 FORWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu,
-    "mish": functional.mish,
-    "hardswish": functional.hardswish,
-    "quick_gelu": quick_gelu,
 }
 DIGITS: Final = {getattr(torch, name): digits for name, digits in invert.DIGITS.items()}  # of the mantissa
 # Of half a cell: the root's mean over a cell beside the minimum's is that much below its middle.
@@ -37,10 +27,10 @@ TINY: Final = 1e-37  # the least share of y_min that is told from 0
 
 
 def pack(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Where x lies left of the function's minimum; in a second plane, where there is one, whether its output is no
-    nearer to 0 than what it was rounded to."""
+    """One bit where x lies left of the function's minimum; in a second plane, where there is one, one bit where its
+    output is no nearer to 0 than what it was rounded to."""
     wide = x.float()
-    planes = [wide < X_MIN[kind]]
+    planes = [wide < FITS[kind].x_min]
     if two_bits(kind, DIGITS[x.dtype]):
         y = FORWARD[kind](wide)
         planes.append(y.abs() >= y.to(x.dtype).float().abs())
@@ -79,13 +69,9 @@ def slope(y: torch.Tensor, left: torch.Tensor, kind: str, half: float) -> torch.
     is even: it is taken at its mean, or nearly so.
     """
     fit = FITS[kind]
-    y = y * fit.scale if fit.scale != 1 else y
     height = torch.clamp(y - fit.y_min, -half, fit.y_top - fit.y_min)
     height = torch.maximum(height - LOWER * half, (height + half) / 4)
     s = torch.sqrt(height)
-    if not fit.over:
-        root = s * (24**0.5 / 6)
-        return torch.where(left, torch.where(y < 0, -root, 0.0), torch.where(y >= 3, 1.0, root))
     share = height * (1 / fit.y_min) + 1
     share = torch.where(share > TINY, share, TINY)
     u = torch.sqrt(torch.clamp(-torch.log(share), min=0))

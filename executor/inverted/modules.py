@@ -1,7 +1,8 @@
-"""Drop-in activations that save their output and one bit an element."""
+"""Drop-in GELU and SiLU that save their output and one bit an element, and `convert`, which puts them into a model."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from executor.inverted.formulas import DIGITS, FORWARD
-from executor.inverted.ops import activate, backward_from_output, side
+from executor.inverted.ops import backward_from_output, side
 
 
 class _FromOutput(torch.autograd.Function):
@@ -17,11 +18,11 @@ class _FromOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, kind: str, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        if inplace:
-            bits = side(x, kind)
-            getattr(functional, kind)(x, inplace=True)
-            return x, bits
-        return activate(x, kind)
+        bits = side(x, kind)
+        if not inplace:
+            return FORWARD[kind](x), bits
+        functional.silu(x, inplace=True)
+        return x, bits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -40,14 +41,13 @@ class _FromOutput(torch.autograd.Function):
 def from_output(x: torch.Tensor, kind: str, inplace: bool = False) -> torch.Tensor:
     """The activation `kind` (one of `formulas.FORWARD`) of x, which saves its output in place of x.
 
-    Forward is torch's own (on CUDA, one kernel of ours by the same formula). Types other than float32, float16 and
-    bfloat16 take torch's backward, too. Memory is saved where the next layer saves the output anyway and nothing else
-    saves the input. What follows must not write into
-    the output (`nn.Dropout(inplace=True)` does): torch then refuses to go backward, as it does to differentiate twice.
+    Forward is torch's own. Types other than float32, float16 and bfloat16 take torch's backward, too. Memory is saved
+    where the next layer saves the output anyway and nothing else saves the input. What follows must not write into the
+    output (`nn.Dropout(inplace=True)` does): torch then refuses to go backward, as it does to differentiate twice.
     """
     if x.dtype in DIGITS and torch.is_grad_enabled() and x.requires_grad:
         return _FromOutput.apply(x, kind, inplace)[0]
-    return getattr(functional, kind)(x, inplace=True) if inplace else FORWARD[kind](x)
+    return functional.silu(x, inplace=True) if inplace else FORWARD[kind](x)
 
 
 class GELU(nn.GELU):
@@ -57,13 +57,6 @@ class GELU(nn.GELU):
         return from_output(input, "gelu" if self.approximate == "none" else "gelu_tanh")
 
 
-class QuickGELU(nn.Module):
-    """x sigmoid(1.702 x), as in CLIP, from its output."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return from_output(input, "quick_gelu")
-
-
 class SiLU(nn.SiLU):
     """`torch.nn.SiLU`, from its output."""
 
@@ -71,15 +64,65 @@ class SiLU(nn.SiLU):
         return from_output(input, "silu", self.inplace)
 
 
-class Mish(nn.Mish):
-    """`torch.nn.Mish`, from its output."""
+_TORCH: dict[type[nn.Module], type[nn.Module]] = {nn.GELU: GELU, nn.SiLU: SiLU}
+# By name, since transformers may not be installed: our class, and the attributes that it needs.
+_TRANSFORMERS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "GELUActivation": (GELU, {"approximate": "none"}),
+    "SiLUActivation": (SiLU, {"inplace": False}),
+    **dict.fromkeys(
+        ("GELUTanh", "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"),
+        (GELU, {"approximate": "tanh"}),
+    ),
+}
+# torch's backward of these reads their output already, or reads nothing.
+_AS_THEY_ARE = ("Identity", "LinearActivation", "ReLU", "Sigmoid", "Softmax", "Tanh")
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return from_output(input, "mish", self.inplace)
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What `convert` replaced, and what not and why: by the module's name in the model."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {what}" for name, what in self.replaced.items()]
+        return "\n".join([*lines, *(f"{name} stays as it is: {why}" for name, why in self.left.items())])
 
 
-class Hardswish(nn.Hardswish):
-    """`torch.nn.Hardswish`, from its output."""
+def convert(model: nn.Module) -> Converted:
+    """Let the model's GELU and SiLU modules, those of transformers among them, save their output.
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return from_output(input, "hardswish", self.inplace)
+    A module changes its class in place: parameters, hooks, modes and the keys of `state_dict` stay. Forward of torch's
+    own modules stays to the bit; formulas that transformers writes out become fused ops, which round otherwise.
+    Activations that a model calls as functions (`torch.nn.functional.gelu`) are not seen, and where a module's input is
+    saved by something else, too, nothing is gained: whether it is, autograd decides.
+    """
+    said = Converted()
+    for name, module in model.named_modules():
+        kind = type(module)
+        ours, attributes = _TORCH.get(kind), dict[str, Any]()
+        if kind.__module__ == "transformers.activations" and kind.__name__ in _TRANSFORMERS:
+            ours, attributes = _TRANSFORMERS[kind.__name__]
+        if ours is not None and "forward" not in vars(module):
+            module.__class__ = ours
+            vars(module).update(attributes)
+            said.replaced[name] = f"{kind.__name__} from its output"
+        elif reason := _reason(module, ours):
+            said.left[name] = reason
+    return said
+
+
+def _reason(module: nn.Module, ours: type[nn.Module] | None) -> str:
+    """Why an activation was not replaced; "" for modules that are none, or have nothing to gain."""
+    kind = type(module)
+    if ours is not None:
+        return "its forward was replaced"
+    if base := next((c for c in _TORCH if isinstance(module, c) and kind not in _TORCH.values()), None):
+        return f"{kind.__name__} is a subclass of {base.__name__} and may compute something else"
+    # Without parameters: attention, which has some, is more than a function of one tensor.
+    activation = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    activation = activation and next(module.parameters(), None) is None
+    if activation and kind not in _TORCH.values() and kind.__name__ not in _AS_THEY_ARE:
+        return f"there is no drop-in for {kind.__name__}"
+    return ""

@@ -1,4 +1,4 @@
-"""The ops `lowtide::side`, `lowtide::activate` and `lowtide::backward_from_output`, on any device and for fake tensors.
+"""The ops `lowtide::side` and `lowtide::backward_from_output`, on any device and for fake tensors.
 
 One bit an element, eight to a byte, in planes: bit k of byte j belongs to element k * m + j of the tensor's memory, m
 the number of bytes, so that neighbours are read together; where `fits.two_bits` says so, as many bytes more. Autocast
@@ -10,50 +10,50 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from executor.inverted.fits import FITS, two_bits
-from executor.inverted.formulas import DIGITS, FORWARD, derivative, gradient, pack
+from executor.inverted.fits import two_bits
+from executor.inverted.formulas import DIGITS, derivative, gradient, pack
 
 # Smaller tensors are not worth a compiler's seconds.
 COMPILED_FROM = 1 << 16
+# The first of two forms is taken: to time them would allocate.
+OPTIONS = {"triton.autotune_pointwise": False}
 
 
 @torch.library.custom_op("lowtide::side", mutates_args=())
 def side(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Where x lies left of the minimum of `kind`: uint8, ceil(elements / 8) or twice as many, as x's memory lies."""
-    return pack(_planes(_dense(x)), kind)
+    """One bit where x lies left of the minimum of `kind`: uint8, ceil(elements / 8) or twice as many, as x's memory
+    lies."""
+    return _fast(pack, kind)(_planes(_dense(x)), kind)
 
 
-@torch.library.custom_op("lowtide::activate", mutates_args=())
-def activate(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activation `kind` of x, and its `side`."""
-    x = _dense(x)
-    return FORWARD[kind](x), side(x, kind)
+@side.register_fake
+def new_side(x: torch.Tensor, kind: str) -> torch.Tensor:
+    planes = 1 + two_bits(kind, DIGITS[x.dtype])
+    return x.new_empty((planes * ((x.numel() + 7) // 8),), dtype=torch.uint8)
 
 
 @torch.library.custom_op("lowtide::backward_from_output", mutates_args=())
 def backward_from_output(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
     """The gradient of the input of the activation `kind`, from that of its output y, and the input's `side`.
 
-    Of y's shape, layout and type. On the CPU, where the number of elements is no multiple of 8, `grad` and `y` are
-    copied.
+    Of y's shape, layout and type. Where the number of elements is no multiple of 8, `grad` and `y` are copied.
     """
-    return _gradient(gradient, grad, y, side, kind)
-
-
-def _gradient(
-    body: Callable[..., torch.Tensor], grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str
-) -> torch.Tensor:
     y = _dense(y)
-    grad = grad if grad.stride() == y.stride() else torch.empty_like(y).copy_(grad)
-    return _laid(body(_planes(grad), _planes(y), side, kind), y)
+    if grad.stride() == y.stride():
+        return _laid(_fast(gradient, kind)(_planes(grad), _planes(y), side, kind), y)
+    # A gradient that lies otherwise is not copied.
+    return _laid(_fast(derivative, kind)(_planes(y), side, kind), y).mul_(grad)
+
+
+@backward_from_output.register_fake
+def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.empty_like(y)
 
 
 def _laid(planes: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -72,73 +72,6 @@ def _planes(x: torch.Tensor) -> torch.Tensor:
     return (functional.pad(flat, (0, -n % 8)) if n % 8 else flat).view(8, (n + 7) // 8)
 
 
-@side.register_fake
-def new_side(x: torch.Tensor, kind: str) -> torch.Tensor:
-    planes = 1 + two_bits(kind, DIGITS[x.dtype])
-    return x.new_empty((planes * ((x.numel() + 7) // 8),), dtype=torch.uint8)
-
-
-@activate.register_fake
-def _(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), new_side(x, kind)
-
-
-@backward_from_output.register_fake
-def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
-    return torch.empty_like(y)
-
-
-@side.register_kernel("cpu")
-def _(x: torch.Tensor, kind: str) -> torch.Tensor:
-    if two_bits(kind, DIGITS[x.dtype]):
-        return _lookup().side(_dense(x), kind)
-    return _fast(pack, kind)(_planes(_dense(x)), kind)
-
-
-@backward_from_output.register_kernel("cpu")
-def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
-    # A parabola takes less time than the table.
-    if grad.dtype is y.dtype is torch.bfloat16 and FITS[kind].over:
-        return _lookup().gradient(grad, _dense(y), side, kind)
-    y = _dense(y)
-    if grad.stride() == y.stride():
-        return _gradient(_fast(gradient, kind), grad, y, side, kind)
-    # A gradient that lies otherwise is not copied.
-    return _laid(_fast(derivative, kind)(_planes(y), side, kind), y).mul_(grad)
-
-
-@side.register_kernel("cuda")
-def _(x: torch.Tensor, kind: str) -> torch.Tensor:
-    kernels = _kernels()
-    return kernels.forward(_dense(x), kind, False)[1] if kernels else pack(_planes(_dense(x)), kind)
-
-
-@activate.register_kernel("cuda")
-def _(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    kernels = _kernels()
-    return kernels.forward(_dense(x), kind, True) if kernels else (FORWARD[kind](_dense(x)), side(x, kind))
-
-
-@backward_from_output.register_kernel("cuda")
-def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
-    kernels = _kernels()
-    return (
-        kernels.backward(grad, _dense(y), side, kind) if kernels else _gradient(gradient, grad, y, side, kind)
-    )
-
-
-def _lookup() -> Any:
-    return import_module("executor.inverted.lookup")  # numba takes its time to load
-
-
-@cache
-def _kernels() -> Any:
-    if find_spec("triton"):
-        return import_module("executor.inverted.kernels")
-    _warn_slow("Triton is not installed")
-    return None
-
-
 @cache
 def _fast(body: Callable[..., torch.Tensor], kind: str) -> Callable[..., torch.Tensor]:
     """`body`, compiled at its first call with a large tensor; as it is, after one warning, where no compiler works."""
@@ -153,20 +86,17 @@ def _fast(body: Callable[..., torch.Tensor], kind: str) -> Callable[..., torch.T
             # torch.compile counts versions by code object, and stops at eight: one for each kind, so that there are two
             # for each type, one of the first size and one of all others.
             code = body.__code__.replace(co_name=f"{body.__name__}_{kind}")
-            compiled = torch.compile(FunctionType(code, body.__globals__))
+            compiled = torch.compile(FunctionType(code, body.__globals__), options=OPTIONS)
         try:
             return compiled(x, *rest)
-        except (RuntimeError, OSError) as error:  # what torch raises where there is no C++ compiler
+        except (RuntimeError, OSError) as error:  # what torch raises where there is no compiler
             works = False
-            _warn_slow(f"torch.compile fails here ({str(error).splitlines()[0]})")
+            warnings.warn(
+                f"torch.compile fails here ({str(error).splitlines()[0]}): activations from their output run op by op, "
+                "ten times slower.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             return body(x, *rest)
 
     return run
-
-
-def _warn_slow(reason: str) -> None:
-    warnings.warn(
-        f"{reason}: activations from their output run op by op, ten times slower.",
-        RuntimeWarning,
-        stacklevel=2,
-    )

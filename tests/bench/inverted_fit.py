@@ -54,23 +54,11 @@ def silu_slope(x: Array) -> Array:
     return sigmoid(x) * (1 + x * sigmoid(-x))
 
 
-def mish(x: Array) -> Array:
-    e = np.exp(np.minimum(x, 40))
-    return x * (e * (e + 2)) / (e * (e + 2) + 2)
-
-
-def mish_slope(x: Array) -> Array:
-    e = np.exp(np.minimum(x, 40))
-    n = e * (e + 2)
-    return n / (n + 2) + x * 4 * e * (1 + e) / (n + 2) ** 2
-
-
 # The function, its derivative, and the output from which on the derivative is taken to be constant: 1 within 1e-6.
 FUNCTIONS: dict[str, tuple[Function, Function, float]] = {
     "gelu": (gelu, gelu_slope, 5.5),
     "gelu_tanh": (gelu_tanh, gelu_tanh_slope, 5.2),
     "silu": (silu, silu_slope, 16.0),
-    "mish": (mish, mish_slope, 9.0),
 }
 
 
