@@ -1,8 +1,8 @@
 """A saved value as a smaller payload and back: the ops `lowtide::pack` and `lowtide::unpack`.
 
-A payload is one uint8 tensor, scales included (`simulator.core.formats` has the formats and their sizes). Both ops
-allocate their result alone: `bits` and `narrow*` work in torch's own passes, all else in one, which is compiled
-(`executor.codecs.cpu`, and `executor.codecs.cuda` in Triton).
+A payload is one uint8 tensor, scales included (`simulator.core.formats` has the formats, their sizes and what the ops
+take beside their result). Both work in torch's own passes; those of the approximate formats are in
+`executor.codecs.approximate`.
 
 What does not lie in memory without gaps is copied first, and comes back row by row. A group that holds an infinity or a
 NaN, or whose numbers lie farther apart than float32 can say, comes back without one finite number; a group of equal
@@ -14,23 +14,20 @@ random stream stays as it is. `seed` starts it anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
-from random import Random
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from simulator.core.formats import FORMATS, GROUP, SCALE_BYTES
+from executor.codecs import approximate
+from simulator.core.formats import FORMATS
 from traces.errors import PlanError
 
 NARROW: Final = {"narrow8": torch.uint8, "narrow16": torch.int16, "narrow32": torch.int32}
-_random: Final = Random(0)
 
 
 def seed(number: int = 0) -> None:
-    """Start the random numbers of rounding anew."""
-    _random.seed(number)
+    """Start the random numbers of rounding anew, on every device."""
+    approximate.NOISE.seed(number)
 
 
 @torch.library.custom_op("lowtide::pack", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -45,8 +42,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
     elif format in NARROW:
         payload.view(NARROW[format]).copy_(flat)
     elif x.numel():
-        keys = _random.getrandbits(32), _random.getrandbits(32)
-        _kernels(x.device).convert(flat, *parts(payload, format), format, keys)
+        approximate.pack(flat, payload, format)
     return payload
 
 
@@ -72,7 +68,7 @@ def unpack(
     elif format in NARROW:
         flat.copy_(payload.view(NARROW[format]))
     elif out.numel():
-        _kernels(out.device).convert(flat, *parts(payload, format), format, None)
+        approximate.unpack(flat, payload, format)
     return out
 
 
@@ -112,20 +108,3 @@ def _unpack_bits(payload: torch.Tensor, flat: torch.Tensor) -> None:
 
 def _eighths(flat: torch.Tensor, payload: torch.Tensor) -> Sequence[torch.Tensor]:
     return flat.split(len(payload)) if len(payload) else ()
-
-
-def parts(payload: torch.Tensor, format: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The groups' scales, one row a kind, and the codes."""
-    rule = FORMATS[format.partition(":")[0]]
-    groups = len(payload) // (SCALE_BYTES * rule.scales + GROUP * rule.bits // 8)
-    end = SCALE_BYTES * rule.scales * groups
-    scales = payload[:end].view(torch.float32).view(-1, groups).unbind() if end else ()
-    return scales, payload[end:]
-
-
-def _kernels(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return import_module("executor.codecs.cpu")
-    if not find_spec("triton"):
-        raise PlanError(f"packing values on {device.type} needs Triton: pip install triton.")
-    return import_module("executor.codecs.cuda")

@@ -27,6 +27,7 @@ class Format:
     dtypes: tuple[str, ...]  # that can be packed
     scales: int = 0  # float32 numbers a group
     of_activations: bool = False  # only inputs of activations that backward reads for nothing else
+    buffers: int = 0  # of `CHUNK` float32 numbers, while it is packed
     # Bytes that the passes of packing and of unpacking read and write, a number, beside its own and its code's.
     pack_moves: int = 0
     unpack_moves: int = 0
@@ -42,6 +43,25 @@ class Format:
             return -(-elements * self.bits // 8)
         return -(-elements // GROUP) * (SCALE_BYTES * self.scales + GROUP * self.bits // 8)
 
+    def pack_events(self, elements: int, item_bytes: int) -> tuple[int, ...]:
+        """What packing numbers of so many bytes each allocates (+bytes) and frees (-bytes), in order, as `Ops.events`.
+
+        Ignores: the 12 bytes in which torch puts a number on the CPU, for a pass.
+        """
+        bounds = ((1 << self.bits) - 1) * item_bytes
+        return self._events(self.payload_bytes(elements), elements, self.buffers, bounds)
+
+    def unpack_events(self, elements: int, item_bytes: int) -> tuple[int, ...]:
+        """What unpacking them allocates and frees."""
+        points = (1 << self.bits) * item_bytes
+        return self._events(elements * item_bytes, elements, min(1, self.buffers), points)
+
+    def _events(self, made: int, elements: int, buffers: int, table: int) -> tuple[int, ...]:
+        if not elements:
+            return ()
+        inside = [min(CHUNK, -(-elements // GROUP) * GROUP) * 4] * buffers + [table] * self.of_activations
+        return (made, *inside, *(-n for n in reversed(inside)))
+
     def pack_bytes_moved(self, elements: int, item_bytes: int) -> int:
         """Bytes that packing reads and writes.
 
@@ -50,20 +70,21 @@ class Format:
         return elements * (item_bytes + self.pack_moves) + self.payload_bytes(elements)
 
     def unpack_bytes_moved(self, elements: int, item_bytes: int) -> int:
-        """The same of unpacking."""
+        """Bytes that unpacking reads and writes."""
         return elements * (item_bytes + self.unpack_moves) + self.payload_bytes(elements)
 
 
 _FLOATS: Final = ("float32", "bfloat16", "float16")
-_FP8: Final = Format(bits=8, dtypes=_FLOATS, scales=1)
+_FP8: Final = Format(bits=8, dtypes=_FLOATS, scales=1, buffers=1, pack_moves=20, unpack_moves=16)
 
 
-def _ints(bits: int) -> Format:
-    return Format(bits=bits, dtypes=_FLOATS, scales=2)
+def _ints(bits: int, pack: int, unpack: int) -> Format:
+    return Format(bits=bits, dtypes=_FLOATS, scales=2, buffers=2, pack_moves=pack, unpack_moves=unpack)
 
 
 def _fewbit(bits: int) -> Format:
-    return Format(bits=bits, dtypes=_FLOATS, of_activations=True)
+    # Codes are four bytes until eight of them are shifted into one word, and again when they are back.
+    return Format(bits=bits, dtypes=_FLOATS, of_activations=True, buffers=1, pack_moves=22, unpack_moves=19)
 
 
 FORMATS: Final = {
@@ -75,9 +96,9 @@ FORMATS: Final = {
     "narrow32": Format(bits=32, dtypes=("int64",)),
     "fp8_e4m3": _FP8,
     "fp8_e5m2": _FP8,
-    "int8": _ints(8),
-    "int4": _ints(4),
-    "int2": _ints(2),
+    "int8": _ints(8, 44, 16),
+    "int4": _ints(4, 56, 31),
+    "int2": _ints(2, 58, 38),
     "fewbit4": _fewbit(4),
     "fewbit3": _fewbit(3),
     "fewbit2": _fewbit(2),

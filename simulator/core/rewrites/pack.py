@@ -243,8 +243,8 @@ class Packing:
             category=ACTIVATION,
         )
         item = ITEM_BYTES[value.dtype]
-        moved = rule.pack_bytes_moved(n, item)
-        return self._op("pack", FORWARD, (self.made_by, value), payload, moved)
+        events, moved = rule.pack_events(n, item), rule.pack_bytes_moved(n, item)
+        return self._op("pack", FORWARD, (self.made_by, value), payload, events, moved)
 
     def _unpack(self, pack: Op, phase: str) -> Op:
         rule, n, value = FORMATS[self.format], self.elements, self.value
@@ -253,10 +253,12 @@ class Packing:
             value.nbytes // n,
             replace(value, name=name, category=ACTIVATION, producer=None, hold=None),
         )
-        moved = rule.unpack_bytes_moved(n, item)
-        return self._op("unpack", phase, (pack, pack.writes[0]), again, moved)
+        events, moved = rule.unpack_events(n, item), rule.unpack_bytes_moved(n, item)
+        return self._op("unpack", phase, (pack, pack.writes[0]), again, events, moved)
 
-    def _op(self, what: str, phase: str, takes: tuple[Op, Value], made: Value, moved: int) -> Op:
+    def _op(
+        self, what: str, phase: str, takes: tuple[Op, Value], made: Value, events: tuple[int, ...], moved: int
+    ) -> Op:
         return Op(
             name=made.name,
             target=f"lowtide.{what}.default",
@@ -266,7 +268,7 @@ class Packing:
             inputs=[takes[0]],
             reads=[takes[1]],
             writes=[made],
-            events=(made.nbytes,) if made.nbytes else (),
+            events=events,
             flags=RANDOM if what == "pack" else 0,
             bytes_moved=moved,
         )
