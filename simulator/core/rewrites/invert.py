@@ -28,7 +28,7 @@ from traces.records.trace import ACTIVATION, EAGER, FORWARD, Trace
 EXACTNESS: Final = FP
 LEAST: Final = 1 << 16  # numbers: the ops compile their loops from here on
 DIGITS: Final = {"float32": 24, "float16": 11, "bfloat16": 8}  # binary, of the types' mantissas
-TWO_BITS: Final = ("silu", "mish", "quick_gelu")  # an element of bfloat16 has, of these activations
+TWO_BITS: Final = ("silu",)  # an element of bfloat16 has, of these activations
 CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
 
 
