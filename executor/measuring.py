@@ -18,13 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from executor.matching import check_figures, trace_of
-from executor.verification import Verification
 from tracer.environment import environment
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files.json_records import from_json
 from traces.isolated import run_fresh
 from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
-from traces.records.measurement import RunFigures, steady
+from traces.records.measurement import RunFigures, Verification, steady
 from traces.records.plan import Plan
 
 EAGER: Final = "eager"

@@ -19,11 +19,10 @@ from executor.measuring import (
     predicted_figures,
     run_job,
 )
-from executor.verification import Verification
 from tracer.step.step import check_device
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.provenance import REHEARSED, provenance_of
-from traces.records.measurement import Measurement, RunFigures
+from traces.records.measurement import Measurement, RunFigures, Verification
 from traces.records.plan import Plan
 from traces.records.trace import TraceMeta
 
@@ -64,25 +63,25 @@ class Outcome:
 
 
 def measure_plan(
+    plan: Plan,
     path: Path,
     settings: Settings,
     progress: Callable[[str], None],
     known: dict[str, JobResult] | None = None,
 ) -> Outcome:
-    """Verify and measure one plan.
+    """Verify and measure one plan, which stands in the file `path`.
 
     Args:
         known: what eager and save-all gave for another plan of the same step, which are then not measured again; gets
             what they give now.
 
     Raises:
-        PlanError: the file is no plan, its actions do not give its figures, or it belongs to another graph than the
-            model's (a plan from a laptop's trace applies on a GPU as long as the model's graph has the same structure
-            there, and a plan for a GPU's graph does not run on the CPU).
+        PlanError: the plan's actions do not give its figures, or it belongs to another graph than the model's (a plan
+            from a laptop's trace applies on a GPU as long as the model's graph has the same structure there, and a plan
+            for a GPU's graph does not run on the CPU).
         EnvironmentProblem: no such device, the environment sets the allocator otherwise, or a process died.
         OutOfMemoryProblem: the plan ran out of memory. (That eager, save-all or the verification did is a warning.)
     """
-    plan = Plan.load(path)
     plan.check_seal(path)
     check_kind(plan.meta, settings.device)
     check_device(settings.device)
@@ -228,8 +227,9 @@ def measure(
     """
     settings = Settings(model=model, **how)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(plan) if isinstance(plan, str | Path) else plan.save(Path(folder) / "plan.json")
-        return measure_plan(path, settings, say).measurement
+        if isinstance(plan, str | Path):
+            return measure_plan(Plan.load(plan), Path(plan), settings, say).measurement
+        return measure_plan(plan, plan.save(Path(folder) / "plan.json"), settings, say).measurement
 
 
 def measure_sweep(
@@ -252,7 +252,8 @@ def measure_sweep(
         figures: dict[str, RunFigures] = {}
         if row.plan_path:
             progress(f"Batch size {row.batch_size}")
-            outcomes.append(measure_plan(directory / row.plan_path, settings, progress))
+            file = directory / row.plan_path
+            outcomes.append(measure_plan(Plan.load(file), file, settings, progress))
             m = outcomes[-1].measurement
             if m.verified is not False:
                 figures = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}

@@ -17,11 +17,11 @@ import torch
 
 from executor.fitting.gradient_errors import Random, deterministic, relative_error
 from executor.training.module import apply_plan
-from executor.verification import Verification
 from tracer.precision.policy import scaler_tensors
 from tracer.step.loop import TrainingStep, run_step
 from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
+from traces.records.measurement import Verification
 from traces.records.plan import APPROXIMATE, EXACT, Plan
 
 NOISE_FACTOR = 10.0

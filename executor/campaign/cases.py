@@ -54,7 +54,7 @@ class Case:
     @property
     def label(self) -> str:
         """What `--only` is matched with."""
-        return f"{self.step} keep-all" if self.budget == NONE else f"{self.step} {self.budget} {self.planner}"
+        return f"{self.step} save-all" if self.budget == NONE else f"{self.step} {self.budget} {self.planner}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

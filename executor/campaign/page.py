@@ -25,7 +25,7 @@ FIGURES: Final = (
 )  # those of `RunFigures.headline`, and one more
 LARGE: Final = 2.0  # percent that a prediction of memory may be too low before it is red
 MEANING: Final = (
-    "Errors are 100·(predicted − measured)/measured, those of slow-downs (the plan's step beside the keep-all step) in "
+    "Errors are 100·(predicted − measured)/measured, those of slow-downs (the plan's step beside the save-all step) in "
     "points: below 0 the prediction was too low, which is the dangerous side. Predictions know workspaces and times as "
     "they were measured on the device, op by op."
 )
@@ -38,7 +38,7 @@ def error_rows(book: Book) -> list[dict[str, Any]]:
         {
             "model": r.case.model,
             "case": r.case.label,
-            "run": "keep-all" if r.case.budget == NONE else "plan",
+            "run": "save-all" if r.case.budget == NONE else "plan",
             "figure": figure,
             "predicted": predicted,
             "measured": measured,

@@ -70,7 +70,7 @@ class _Step:
 
     trace: Path
     failed: list[LowtideError] = field(default_factory=list)  # why there is no trace
-    known: dict[str, JobResult] = field(default_factory=dict)  # eager and keep-all
+    known: dict[str, JobResult] = field(default_factory=dict)  # eager and save-all
 
 
 def run_campaign(campaign: Campaign, root: Path, say: Say, *, only: str = "") -> Book:
@@ -131,6 +131,6 @@ def _measured(case: Case, method: Method, step: _Step, plan: Path, say: Say) -> 
     if step.failed:
         raise step.failed[0]
     say("planning")
-    api.plan(step.trace, None if case.budget == NONE else case.budget, planner=case.planner).save(plan)
+    made = api.plan(step.trace, None if case.budget == NONE else case.budget, planner=case.planner)
     how = {k: getattr(method, k) for k in ("device", "memory_steps", "warmup", "runs")}
-    return measure_plan(plan, Settings(steps=method.verify_steps, **how), say, step.known)
+    return measure_plan(made, made.save(plan), Settings(steps=method.verify_steps, **how), say, step.known)

@@ -109,14 +109,15 @@ def run_plan(
     from executor.matching import check_trusted
     from traces.records.plan import Plan
 
-    check_trusted(plan, Plan.load(plan).meta.model, settings.model, trust)
+    given = Plan.load(plan)
+    check_trusted(plan, given.meta.model, settings.model, trust)
     if rehearsed_on is not None:
         rehearse_plan(plan, settings.model, rehearsed_on, out)
         return
     from executor.plans import measure_plan
     from traces.errors import BudgetError, VerificationError
 
-    outcome = measure_plan(plan, settings, out.say)
+    outcome = measure_plan(given, plan, settings, out.say)
     measurement = outcome.measurement
     if output is not None:
         measurement.save(output)

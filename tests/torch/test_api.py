@@ -301,9 +301,9 @@ def test_what_python_measures_is_what_the_command_measures(
 ) -> None:
     asked = []
 
-    def measured(path: Path, settings: Settings, progress: Callable[[str], None]) -> Any:
+    def measured(plan: Plan, path: Path, settings: Settings, progress: Callable[[str], None]) -> Any:
         asked.append((Plan.load(path), settings))
-        return Outcome(plan_path=str(path), plan=Plan.load(path), measurement=measurement())
+        return Outcome(plan_path=str(path), plan=plan, measurement=measurement())
 
     monkeypatch.setattr(plans, "measure_plan", measured)
     net, batch, optimizer = held()

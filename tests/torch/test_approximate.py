@@ -22,6 +22,7 @@ from tracer.record.step import capture_step, trace_step  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
 from traces.records.trace import WORKSPACE, Trace  # noqa: E402
 
 aten = torch.ops.aten
@@ -188,4 +189,4 @@ def test_a_plan_for_a_gpu_is_refused_on_the_cpu(tmp_path: Any) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     with pytest.raises(PlanError, match="--device cuda, or trace again without --target"):
-        measure_plan(path, Settings(device="cpu"), lambda _: None)
+        measure_plan(Plan.load(path), path, Settings(device="cpu"), lambda _: None)

@@ -65,7 +65,7 @@ def test_a_tiny_model_is_predicted_to_the_byte(tmp_path: Path) -> None:
         assert row["measured"]["peak_reserved_bytes"] is None
     # With what was measured op by op, the peak is right to the byte.
     allocated = [e for e in answer["rows"] if e["figure"] == "allocated"]
-    assert {e["run"]: e["error"] for e in allocated} == {"keep-all": 0.0, "plan": 0.0}
+    assert {e["run"]: e["error"] for e in allocated} == {"save-all": 0.0, "plan": 0.0}
     peaks = [row["measurement"]["measured"]["peak_allocated_bytes"] for row in (kept, planned)]
     assert peaks[1] < peaks[0]
     assert peaks[1] <= planned["measurement"]["budget_bytes"]

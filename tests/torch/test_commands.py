@@ -22,7 +22,6 @@ import tracer.api  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.matching import check_figures  # noqa: E402
 from executor.measuring import Job, JobResult, perform, run_job  # noqa: E402
-from executor.verification import Verification  # noqa: E402
 from simulator import api as simulate_api  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
@@ -31,7 +30,7 @@ from tracer.cli.main import trace  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import EnvironmentProblem, OutOfMemoryProblem, PlanError  # noqa: E402
 from traces.records import store  # noqa: E402
-from traces.records.measurement import RunFigures  # noqa: E402
+from traces.records.measurement import RunFigures, Verification  # noqa: E402
 from traces.records.plan import Action, Plan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

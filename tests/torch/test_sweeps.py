@@ -14,8 +14,10 @@ from executor import plans
 from executor.matching import times_apply
 from executor.plans import Settings
 from simulator.studies.sweep import Sweep
+from tests import tiny
 from tests.core.test_report import sweep_row
 from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import Plan
 from traces.records.trace import TraceMeta
 
 MEASURED = Measurement(
@@ -30,6 +32,8 @@ MEASURED = Measurement(
 def directory(tmp_path: Path) -> Path:
     rows = (sweep_row(2, plan_path="plan-b2.json"), sweep_row(4, plan_path="plan-b4.json"), sweep_row(8))
     Sweep(model="m", options={}, target="cpu", rows=rows).save(tmp_path / "sweep.json")
+    for row in rows[:2]:
+        Plan(meta=tiny.chain(2).meta).save(tmp_path / row.plan_path)
     return tmp_path
 
 
@@ -39,7 +43,7 @@ def test_every_plan_is_measured_and_a_wrong_one_has_no_figures(
     wrong = replace(MEASURED, verified=False)
     told = {"plan-b2.json": MEASURED, "plan-b4.json": wrong}
 
-    def measure(path: Path, settings: Settings, progress: object) -> object:
+    def measure(plan: Plan, path: Path, settings: Settings, progress: object) -> object:
         return SimpleNamespace(measurement=told[path.name])
 
     monkeypatch.setattr(plans, "measure_plan", measure)
