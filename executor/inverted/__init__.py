@@ -5,18 +5,6 @@ bit an element (or two), which says on what side of the function's minimum the i
 gradients are rounded otherwise than torch's (see `executor.inverted.fits` for by how much).
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from executor.inverted.modules import GELU, Converted, SiLU, convert
+from executor.inverted.modules import GELU, Converted, SiLU, convert
 
 __all__ = ["GELU", "Converted", "SiLU", "convert"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'executor.inverted' has no attribute {name!r}")
-    return getattr(import_module("executor.inverted.modules"), name)

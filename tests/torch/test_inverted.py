@@ -231,8 +231,7 @@ def test_without_a_compiler_it_runs_op_by_op_and_says_so(tmp_path: Path) -> None
     assert said.endswith("tensor(True)\n")
 
 
-def test_an_import_starts_neither_torch_nor_a_compiler() -> None:
-    python("import sys, executor.inverted; assert 'torch' not in sys.modules")
+def test_an_import_starts_no_compiler() -> None:
     python(
         "import sys; from executor.inverted import GELU, convert\n"
         "assert not {'triton', 'torch._inductor.compile_fx', 'transformers'} & {*sys.modules}"
