@@ -110,7 +110,7 @@ class Instants:
         )
         self.until = np.array(sts.hold, np.int64)
         np.maximum.at(self.until, read[forces], reader[forces])
-        self.last_read, self.forced_until = self._last_read.tolist(), self.until.tolist()
+        self.forced_until = self.until.tolist()
         self._known: Known = {}
         self._weigh(reader, read)
 

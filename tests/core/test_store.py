@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,26 +121,6 @@ def test_a_trace_has_the_permissions_that_the_user_gives_to_new_files(tmp_path: 
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o700
-
-
-WRITER = """
-import sys
-from tests.tiny import chain
-from traces.records.store import save
-for k in range(60):
-    save(chain(2 + k % 2), sys.argv[1], force=True)
-"""
-
-
-def test_two_processes_that_replace_one_trace_take_turns(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", WRITER, str(tmp_path / "t")]
-    writers = [
-        subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-        for _ in range(2)
-    ]
-    assert [w.communicate()[1] for w in writers] == ["", ""]
-    assert load(tmp_path / "t") in (chain(2), chain(3))
-    assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
 def changed_cell(column: str, row: int, value: object) -> Callable[[pa.Table], pa.Table]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -61,7 +59,7 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
         if trace.joined is not None:
             _write(temporary, JOINED, trace.joined)
         temporary.chmod(0o777 & ~umask())
-        _put(temporary, place, lambda: check_place(directory, force=force))
+        _put(temporary, place)
     return directory
 
 
@@ -96,30 +94,19 @@ def check_place(directory: str | Path, *, force: bool = False) -> None:
         raise TraceError(f"{directory}: exists; give --force to replace it, or name another output with -o.")
 
 
-def _put(made: Path, place: Path, check: Callable[[], None]) -> None:
-    """Move a finished directory to its place. What stands there is moved aside as a whole first, and back if that is
-    all that can be done; another process that does the same goes before or after, and never in between. `check`: raises
-    if what stands there must stay.
-    """
+def _put(made: Path, place: Path) -> None:
+    """Move a finished directory to its place; what stands there is gone in the end, or back if that fails."""
     aside = made.with_name(made.name + ".old")
+    there = place.exists()
+    if there:
+        os.replace(place, aside)
     try:
-        while True:
-            try:
-                os.replace(made, place)
-                return
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-            check()
-            shutil.rmtree(aside, ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):  # another process was quicker
-                os.replace(place, aside)
+        os.replace(made, place)
     except BaseException:
-        with contextlib.suppress(OSError):  # there is none, or another process has put its own there
+        if there:
             os.replace(aside, place)
         raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def find(name: str | Path) -> Path:
