@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,23 @@ def test_what_is_no_plan(tmp_path: Path, data: object, message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         Plan.load(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"actions": ()},
+        {"budget_bytes": 7},
+        {"exactness": "fp"},
+        {"gradient_error": 0.5},
+        {"constraints": {"never": ["x ::"]}},
+    ],
+    ids=lambda edit: next(iter(edit)),
+)
+def test_a_seal_breaks_with_what_the_plan_promises(edit: dict[str, Any]) -> None:
+    plan = Plan(
+        meta=chain(2).meta, actions=(Action(storage=1),), predicted={"plan": {"step_time_ns": 3}}
+    ).sealed()
+    plan.check_seal("plan.json")
+    with pytest.raises(PlanError, match="was changed after"):
+        replace(plan, **edit).check_seal("plan.json")

@@ -163,7 +163,8 @@ class Plan(JsonRecord):
         return replace(self, seal=self._digest())
 
     def check_seal(self, path: object) -> None:
-        """Raise PlanError if the actions, the budget or the figures are not those that were made together."""
+        """Raise PlanError if the plan is not what it was when it was made: its actions, budget, figures, what it
+        says of gradients, or its constraints."""
         if self.seal and self.seal != self._digest():
             raise PlanError(
                 f"{path}: the plan's actions do not give its figures: one of them was changed after the plan was made. "
@@ -176,6 +177,11 @@ class Plan(JsonRecord):
         parts = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, data["actions"]]
         parts += [data["rewrites"]] if self.rewrites else []
         parts += [self.ahead_bytes] if self.ahead_bytes else []
+        # What most plans do not have is left out there, so that their digests are as they always were.
+        parts += (
+            [[self.exactness, self.gradient_error]] if self.exactness != EXACT or self.gradient_error else []
+        )
+        parts += [dict(self.constraints)] if self.constraints else []
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod
