@@ -31,7 +31,7 @@ from simulator.prediction.warnings import provenance, texts
 from traces.errors import BudgetError, LowtideError
 from traces.records.measurement import RunFigures
 from traces.records.plan import RESERVED, Plan
-from traces.records.trace import Trace
+from traces.records.trace import MOST, Trace
 
 UNLIMITED_BYTES: Final = 1 << 62
 # A plan that tells whether a step is worth more is looked for in so small a part of the time.
@@ -204,15 +204,25 @@ def _planned(a: Answer, say: Say) -> Prediction:
     under: dict[Problem, Setting] = {}  # the allocator settings of a step's plan
     if limit is not None and not q.alone and (why := nothing_in_tiles(problem.trace, q.levers)):
         say(why)
-    limits = q.limits.together()
+    limits, made = q.limits.together(), 0
 
     def make(step: Problem, limits: Limits) -> Plan:
-        if limit is not None and a.budget_of == RESERVED:
-            from simulator.prediction.reserved_budget import plan_within_reserved
+        nonlocal made
+        if made and limits.clock().over:
+            raise Infeasible("the time is over, and there is a plan.", {"lowest_peak_bytes": MOST})
+        plan = reserved(step, limits) if a.budget_of == RESERVED and limit is not None else one(step, limits)
+        made += 1
+        return plan
 
-            settings = (setting,) if setting.asked else settings_to_try(step.trace.meta, setting)
-            plan, under[step] = plan_within_reserved(step, q.planner_name, limits, settings, limit, say)
-            return plan
+    def reserved(step: Problem, limits: Limits) -> Plan:
+        from simulator.prediction.reserved_budget import plan_within_reserved
+
+        assert limit is not None
+        settings = (setting,) if setting.asked else settings_to_try(step.trace.meta, setting)
+        plan, under[step] = plan_within_reserved(step, q.planner_name, limits, settings, limit, say)
+        return plan
+
+    def one(step: Problem, limits: Limits) -> Plan:
         try:
             return plan_with(q.planner_name, step, UNLIMITED_BYTES if limit is None else limit, limits)
         except Infeasible as error:

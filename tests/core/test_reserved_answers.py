@@ -26,6 +26,8 @@ from simulator.kernels.clock import now
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import reserved_budget
+from simulator.prediction.ask import ask
+from simulator.prediction.question import question
 from simulator.prediction.reserved_budget import ATTEMPTS, Tried, lower_until_within
 from simulator.prediction.step import Prediction, predict, untouched_fit, untouched_peak_bytes
 from simulator.prediction.warnings import risk_bytes, texts, unknown_ops
@@ -545,3 +547,27 @@ def test_all_plans_for_one_budget_share_its_time(network: Path, monkeypatch: pyt
     assert len(ends) > 1
     assert len(set(ends)) == 1
     assert latest <= ends[0] <= latest + 5.0
+
+
+def test_the_time_ends_the_search_once_a_plan_is_within() -> None:
+    over = Clock(deadline=-math.inf)
+    make, asked = made(lambda budget: budget + budget // 4)
+    tried, _ = lower_until_within(make, 1000, over)
+    assert highest_within(tried, 1000) == tried[-1].plan.budget_bytes  # the first that is within is the last
+    assert len(asked) > 1
+
+
+def test_levers_are_tried_no_longer_than_the_question_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ways to change the step have a plan: once there is one and the time is over, no other is made."""
+    asked: list[float] = []
+
+    def planned(planner: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
+        asked.append(limits.until)
+        return plan_with("mu-two", problem, budget_bytes, limits)
+
+    monkeypatch.setattr("simulator.prediction.ask.plan_with", planned)
+    problem = Problem(load("resnet152-cpu/trace-b8"))
+    for seconds, plans in ((0.0, 1), (60.0, 3)):
+        asked.clear()
+        ask(problem, question(budget="45%", seconds=seconds))
+        assert (len(asked), len(set(asked))) == (plans, 1)  # one deadline for all
