@@ -108,7 +108,7 @@ def check_figures(plan: Plan, recorded: Trace) -> None:
     graph is not compared, which the run itself refuses.
     """
     from simulator.core.problem import Problem
-    from simulator.core.rewrites import rewritten_problem
+    from simulator.levers import rewritten_problem
 
     meta, mine = plan.meta, recorded.meta
     if mine.fingerprint != meta.fingerprint:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 
 from simulator.core.formats import FORMATS
-from simulator.core.rewrites import in_order
-from simulator.core.rewrites import rewritten as rewritten_trace
+from simulator.levers import in_order
+from simulator.levers import rewritten as rewritten_trace
 from tracer.capture.capture import Captured
 from tracer.record.program import GraphOp, Program, program_of
 from tracer.record.tiles import Found, found_in

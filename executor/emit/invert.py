@@ -1,4 +1,4 @@
-"""Let an activation's backward take its output and its side bits, as `simulator.core.rewrites.invert` does."""
+"""Let an activation's backward take its output and its side bits, as `simulator.levers.invert` does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from executor.inverted import ops
 from executor.rewriting import Changing
-from simulator.core.rewrites.invert import pair_of
+from simulator.levers.invert import pair_of
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 

@@ -1,4 +1,4 @@
-"""Let a value wait in host memory, by the ops of `executor.codecs.host`, as `simulator.core.rewrites.offload` does."""
+"""Let a value wait in host memory, by the ops of `executor.codecs.host`, as `simulator.levers.offload` does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from executor.codecs.host import new_ticket, new_value
 from executor.codecs.payloads import lies_dense
 from executor.emit.pack import readers
 from executor.rewriting import Changing
-from simulator.core.rewrites.offload import place
+from simulator.levers.offload import place
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import BACKWARD, FORWARD

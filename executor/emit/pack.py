@@ -1,4 +1,4 @@
-"""Pack a saved value: `lowtide::pack` in forward, `lowtide::unpack` in backward, as `simulator.core.rewrites.pack`."""
+"""Pack a saved value: `lowtide::pack` in forward, `lowtide::unpack` in backward, as `simulator.levers.pack`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from executor.codecs.payloads import lies_dense, new_payload, new_tensor
 from executor.rewriting import Changing
 from simulator.core.formats import FORMATS, HOLDS
-from simulator.core.rewrites.activations import activation_of, kind
+from simulator.levers.activations import activation_of, kind
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import VIEW

@@ -13,8 +13,9 @@ import torch
 from executor.training.module import apply_plan
 from executor.training.planning import Recorded, Say, Wanted, plan_within
 from simulator.core.problem import Problem
-from simulator.core.rewrites import LEVERS
-from simulator.prediction.levers import ANY, parts
+from simulator.levers import LEVERS
+from simulator.levers.lever import parts
+from simulator.prediction.choose import ANY
 from tracer.api import left_as_found
 from tracer.step.loop import run_step
 from tracer.step.loop_options import BEFORE, JOIN_LOSS
@@ -24,7 +25,7 @@ from traces.records.gradient_errors import GradientErrors, Part
 from traces.records.plan import APPROXIMATE, Plan
 from traces.records.trace import Trace
 
-LOSSY: Final = tuple(name for name, lever in LEVERS.items() if lever.EXACTNESS == APPROXIMATE)
+LOSSY: Final = tuple(name for name, lever in LEVERS.items() if lever.exactness == APPROXIMATE)
 TRIES: Final = 3  # plans that are measured, with ever less error of their parts
 
 

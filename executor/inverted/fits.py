@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import frexp
 from typing import Final
 
-from simulator.core.rewrites.invert import DIGITS, TWO_BITS
+from simulator.levers.invert import DIGITS, TWO_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

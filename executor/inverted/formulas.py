@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from executor.inverted.fits import FITS, half_cell, two_bits
-from simulator.core.rewrites import invert
+from simulator.levers import invert
 
 # y in the exact bits that torch's own module gives.
 FORWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {

@@ -51,7 +51,7 @@ whole or not at all. So near the floor it is far below what the best plan adds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,12 +144,6 @@ class Bounder:
     def floor(self) -> Floor:
         """A peak that no plan can go below."""
         return self.instants.floor
-
-    def shown_ns(self, budget_bytes: int, but: Collection[str]) -> int:
-        """Return what the instants looked at so far show, but for ops of these names; 0 if none fits at one."""
-        name = self.trace.ops.name
-        looked_at = (x for x in self.instants.known if x.op == TURN or name[x.op] not in but)
-        return max((added[0] for x in looked_at if (added := x.added(budget_bytes))), default=0)
 
     def quick_ns(self, budget_bytes: int, enough_ns: int) -> int:
         """Return what instants by themselves show that every plan within the budget adds; ends where that is enough."""

@@ -70,7 +70,7 @@ def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
     """
     from simulator.api import problem_of
     from simulator.core.budget import parse_budget
-    from simulator.prediction.levers import study
+    from simulator.studies.levers import study
 
     problem = problem_of(trace_name)
     whole = problem.saved.timeline.peak_allocated_bytes

@@ -70,7 +70,7 @@ class Levers:
     """Which rewrites of the step a plan may take, beside what it recomputes."""
 
     allow: str = "bit"  # of ALLOW: gradients equal in every bit, but for rounding, or within a measured error
-    # Of `simulator.core.rewrites.LEVERS`; None: all of `KINDS`, and what `errors` were measured of.
+    # Of `simulator.levers.LEVERS`; None: all of `UNASKED`, and what `errors` were measured of.
     kinds: tuple[str, ...] | None = None
     host_bytes: int = HOST_BYTES  # of pinned host memory, for copies
     host_bytes_per_s: int = 0  # of copies, either way; 0: what the device table has

@@ -15,6 +15,7 @@ both directions together may be slower. On a CPU nothing runs beside: each copy 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from traces.records.trace import Trace
@@ -40,3 +41,9 @@ def transfer_ns(trace: Trace, op: int) -> int:
     """The time of the copy that an `OFFLOAD` or `RELOAD` asks for."""
     ids = trace.ops.reads[op] if trace.ops.target[op] == OFFLOAD else trace.ops.writes[op]
     return copy_ns(trace.storages.nbytes[ids[0]], trace.meta.rates["host_bytes_per_s"])
+
+
+def waiting_ns(trace: Trace, op: Sequence[int], duration_ns: Sequence[int]) -> int:
+    """How long the steps of a schedule wait for copies out."""
+    steps = zip(op, duration_ns, strict=True)
+    return sum(ns for i, ns in steps if trace.ops.target[i] in (OFFLOAD, WAIT_OUT))

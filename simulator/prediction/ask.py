@@ -13,12 +13,12 @@ from simulator.bounds.bound import Bound
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, peak_by_category
-from simulator.core.rewrites import rewritten_problem
+from simulator.levers import rewritten_problem
+from simulator.levers.offload import host_bytes
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
 from simulator.prediction.levers import (
     has_head,
-    host_bytes,
     left_out,
     lower_bound,
     nothing_in_tiles,
@@ -137,7 +137,7 @@ class Answer:
 def _rewritten(c: Prediction) -> dict[str, Any]:
     """How the step itself is changed, and what that means for its gradients; nothing where it is not."""
     rewrites = [{"kind": r.kind, "op": r.op, "number": r.number, "error": r.error} for r in c.plan.rewrites]
-    copied = host_bytes(c.trace, c.plan)
+    copied = host_bytes(c.trace, c.plan.rewrites)
     told = {"rewrites": rewrites, "exactness": c.plan.exactness} if rewrites else {}
     return told | ({"host_bytes": copied} if copied else {})
 

@@ -10,9 +10,9 @@ from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, dev
 from simulator.allocator.requests import untouched_requests
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, run
-from simulator.core.rewrites import rewritten_problem
-from simulator.core.rewrites.tile import DROPOUT_MASK
 from simulator.core.schedule import Schedule
+from simulator.levers import rewritten_problem
+from simulator.levers.tile import DROPOUT_MASK
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
 from simulator.show import notebook

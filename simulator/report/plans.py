@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from simulator.core.problem import Problem
-from simulator.prediction.levers import Study
 from simulator.prediction.step import describe
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, write_page
 from simulator.report.step import about, metadata
 from simulator.studies.comparison import Comparison, ranked
+from simulator.studies.levers import Study
 from simulator.studies.pareto import Front
 from traces.units import bytes_unit, show_bytes
 

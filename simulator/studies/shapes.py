@@ -17,7 +17,7 @@ from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_over
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
-from simulator.core.rewrites import rewritten_problem
+from simulator.levers import rewritten_problem
 from simulator.prediction.ask import Say
 from simulator.prediction.step import Prediction
 from simulator.studies.tracing import run_trace

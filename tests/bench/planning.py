@@ -19,7 +19,7 @@ import click
 from simulator.core.budget import parse_budget
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.core.rewrites import KINDS
+from simulator.levers import UNASKED
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import ask
 from simulator.prediction.question import Question
@@ -34,7 +34,7 @@ WAYS: Final = {
     "bit": Levers(),
     "fp": Levers(allow="fp"),
     "offload": Levers(kinds=("offload",)),
-    "all": Levers(allow="fp", kinds=(*KINDS, "offload")),
+    "all": Levers(allow="fp", kinds=(*UNASKED, "offload")),
 }
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "bert-base": {"batch_size": 16, "seq_len": 512},

@@ -15,10 +15,11 @@ from simulator.bounds.bound import bounder_of
 from simulator.cli.main import main
 from simulator.core.limits import Constraints, Levers
 from simulator.core.problem import Problem
-from simulator.core.rewrites import LEVERS
-from simulator.core.rewrites.edit import Editing
+from simulator.levers import LEVERS
+from simulator.levers.edit import Editing
+from simulator.levers.lever import parts
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.levers import lowest_floor, parts
+from simulator.prediction.levers import lowest_floor
 from tests.tiny import bwd, fwd, trace
 from traces.errors import SpecError
 from traces.records.gradient_errors import GradientErrors, Part

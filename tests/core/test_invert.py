@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from simulator.core.problem import Problem
-from simulator.core.rewrites import exactness_of, rewritten
-from simulator.core.rewrites.invert import CPU_FACTOR, offer
+from simulator.levers import exactness_of, rewritten
+from simulator.levers.invert import CPU_FACTOR, offer
 from tests.tiny import Op, bwd, fwd, trace
 from traces.errors import PlanError
 from traces.records.plan import Rewrite

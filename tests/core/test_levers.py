@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,22 +11,17 @@ from simulator.allocator.device import DeviceMemory
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.core.rewrites import rewritten, rewritten_problem, tile
-from simulator.core.rewrites.edit import Editing
+from simulator.levers import LEVERS, ops_take_ns, rewritten, rewritten_problem, tile
+from simulator.levers.edit import Editing
+from simulator.levers.lever import Ladder
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.prediction import levers
+from simulator.prediction import choose, levers
 from simulator.prediction.ask import ask
-from simulator.prediction.levers import (
-    Changed,
-    changed_steps,
-    left_out,
-    lower_bound,
-    lowest_floor,
-    plan_with_levers,
-    study,
-)
+from simulator.prediction.choose import Changed, Chooser, Worth, changed_steps, climb
+from simulator.prediction.levers import left_out, lower_bound, lowest_floor, plan_with_levers
 from simulator.prediction.question import DEVICE, Question
+from simulator.studies.levers import study
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from simulator.studies.tracing import Traced
 from tests.tiny import bwd, fwd, trace
@@ -314,7 +308,7 @@ def test_a_changed_step_that_contradicts_itself_is_not_planned(monkeypatch: pyte
         edit(editing, rewrite)
         editing.order[0].time_ns = -1
 
-    monkeypatch.setattr(tile, "edit", wrong)
+    monkeypatch.setitem(LEVERS, "tile", replace(tile.LEVER, edit=wrong))
     problem = Problem(head())
     for make in (
         lambda: rewritten_problem(problem, [in_tiles(2)]),
@@ -387,12 +381,22 @@ def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
     assert left_out(apart, replace(known, errors=replace(errors, joined=errors))) == ""
 
 
+def rungs(*of: tuple[Rewrite, ...], waits: bool = False) -> Ladder:
+    return Ladder(rungs=of, first=range(len(of)), waits=waits)
+
+
 def test_a_choice_is_given_up_where_another_is_better_without_it() -> None:
     first, second = (Rewrite(kind="bits", storage=s) for s in range(2))
     worth = {(): 0, (first,): 2, (first, second): 3, (second,): 4}
-    assert levers._best([[(first,)], [(second,)]], worth.__getitem__) == (second,)
+    ladders = [rungs((first,)), rungs((second,))]
+    assert climb(ladders, worth.__getitem__) == (second,)
     worth[second,] = 1
-    assert levers._best([[(first,)], [(second,)]], worth.__getitem__) == (first, second)
+    assert climb(ladders, worth.__getitem__) == (first, second)
+
+
+def test_of_rungs_that_change_one_value_the_first_that_is_made_stands() -> None:
+    packed, copied = (Rewrite(kind=kind, storage=0) for kind in ("bits", "offload"))
+    assert climb([rungs((copied,)), rungs((packed,))], lambda rewrites: packed in rewrites) == (packed,)
 
 
 @pytest.mark.parametrize("found", ["packed with half of the copies", "all copies alone"])
@@ -404,18 +408,20 @@ def test_combinations_are_found_from_either_end(
     half = (Rewrite(kind="offload", storage=1, bytes_per_s=1),)
     whole = (*half, Rewrite(kind="offload", storage=2, bytes_per_s=1))
     monkeypatch.setattr(
-        levers, "ops_take_ns", lambda problem, rewrites: head().time_ns + (rewrites is packed)
+        choose, "ops_take_ns", lambda problem, rewrites: head().time_ns + (rewrites is packed)
     )
+    monkeypatch.setattr(choose, "ladders", lambda *_: [rungs(packed), rungs(half, whole, waits=True)])
     best, worth = (*packed, *half), {packed: 2, half: 1, whole: 3, (*packed, *half): 5}
     if found == "all copies alone":
         best, worth = whole, {packed: 4, half: 1, whole: 5}
     seen: list[tuple[Rewrite, ...]] = []
 
-    def worth_of(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
+    def worth_of(_: Chooser, rewrites: tuple[Rewrite, ...]) -> Worth:
         seen.append(rewrites)
-        return may_do, worth.get(rewrites, 0)
+        return Worth(feasible=may_do, less=worth.get(rewrites, 0))
 
-    levers._search(Problem(head()), [[packed], [half, whole]], worth_of)
+    monkeypatch.setattr(Chooser, "worth", worth_of)
+    Chooser(Problem(head()), 10, Levers())._search()
     assert best in seen
     # Copies take no time; what they alone may do says what the whole search begins with.
     begins = next(rewrites for rewrites in seen if packed[0] in rewrites)
@@ -423,13 +429,11 @@ def test_combinations_are_found_from_either_end(
 
 
 def test_of_equal_floors_that_of_the_shorter_step_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    worth: list[Any] = []
-    monkeypatch.setattr(levers, "_search", lambda problem, groups, of: worth.append(of))
-    monkeypatch.setattr(levers, "_floor", lambda problem, rewrites: 1000)
-    changed_steps(Problem(head(4)), 10, Levers(allow="fp"))
-    few, many = (in_tiles(2),), (in_tiles(4),)
-    assert levers.ops_take_ns(Problem(head(4)), few) < levers.ops_take_ns(Problem(head(4)), many)
-    assert worth[0](()) > worth[0](few) > worth[0](many)
+    monkeypatch.setattr(choose, "floor_of", lambda problem, rewrites: 1000)
+    problem, few, many = Problem(head(4)), (in_tiles(2),), (in_tiles(4),)
+    chooser = Chooser(problem, 10, Levers(allow="fp"))
+    assert ops_take_ns(problem, few) < ops_take_ns(problem, many)
+    assert chooser.worth(()) > chooser.worth(few) > chooser.worth(many)
 
 
 @pytest.mark.parametrize(("sooner_ns", "in_full"), [(10**9, 1), (10**9 - 1, 2)])

@@ -5,31 +5,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations
 
-import pytest
-
-from simulator.bounds.bound import bounder_of
 from simulator.bounds.instants import Instants
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.core.rewrites import draft_problem, rewritten, tile
+from simulator.levers import ops_take_ns, rewritten, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.prediction import levers
-from simulator.prediction.levers import (
-    _changed,
-    _shown_ns,
-    changed_steps,
-    lower_bound,
-    lowest_floor,
-    ops_take_ns,
-    plan_with_levers,
-)
+from simulator.prediction.choose import changed_steps
+from simulator.prediction.levers import lower_bound, lowest_floor, plan_with_levers
 from tests.exhaust import budgets, frontier, optimum
 from tests.tiny import bwd, fwd, trace
-from traces.records.plan import Plan, Rewrite
-from traces.records.store import load
+from traces.records.plan import Plan
 from traces.records.stretch import PRODUCT, ROWS, SUM, Result, Stretch
 from traces.records.trace import EAGER, Trace
 
@@ -130,44 +117,3 @@ def _time_ns(problem: Problem, budget: int, levers: Levers) -> int | None:
     except Infeasible:
         return None
     return int(plan.predicted["plan"]["step_time_ns"])
-
-
-def test_what_fewer_tiles_show_holds_for_more() -> None:
-    """Else a number of tiles that is the best would be passed over."""
-    shown = own = 0
-    for seed in range(150):
-        problem = Problem(drawn(seed))
-        steps = [(r,) for r in tile.offer(problem)]
-        peaks = problem.saved.timeline.peak_bytes
-        for budget in range(min(peaks), max(peaks), max(1, (max(peaks) - min(peaks)) // 12)):
-            known = [_changed(problem, rewrites, budget) for rewrites in steps]
-            for few, more in combinations(known, 2):
-                least_ns = ops_take_ns(problem, more.rewrites)
-                found_ns = _shown_ns(problem, few, more.rewrites, budget)
-                assert not _shown_ns(problem, more, few.rewrites, budget)
-                if more.bound.feasible:
-                    assert least_ns + found_ns <= more.least_ns
-                    shown += found_ns > 0
-                    # The tiles' own instant is another one.
-                    own += least_ns + bounder_of(few.problem).shown_ns(budget, ()) > more.least_ns
-    assert shown >= 20
-    assert own >= 20
-
-
-def test_steps_that_fewer_tiles_show_to_be_slower_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[set[object]] = []
-
-    def counted(problem: Problem, rewrites: tuple[Rewrite, ...]) -> Problem:
-        made[-1].add((problem, rewrites))
-        return draft_problem(problem, rewrites)
-
-    monkeypatch.setattr(levers, "draft_problem", counted)
-    best = []
-    for shown_ns in (_shown_ns, lambda *_: 0):
-        monkeypatch.setattr(levers, "_shown_ns", shown_ns)
-        made.append(set())
-        problem = Problem(load("bert-base"))
-        budget = problem.saved.timeline.peak_allocated_bytes * 6 // 10
-        best.append(changed_steps(problem, budget, ANY)[0].rewrites)
-    assert best[0] == best[1]
-    assert len(made[0]) < len(made[1])

@@ -13,11 +13,14 @@ from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.core.rewrites import exactness_of, offload, rewritten, rewritten_problem
 from simulator.core.schedule import Schedule
 from simulator.core.transfers import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns
+from simulator.levers import exactness_of, offload, rewritten, rewritten_problem
+from simulator.levers.lever import Wish
 from simulator.planners import plan_with
-from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers, study
+from simulator.prediction.choose import changed_steps
+from simulator.prediction.levers import lower_bound, plan_with_levers
+from simulator.studies.levers import study
 from tests.tiny import bwd, fwd, trace
 from traces.devices import device
 from traces.errors import PlanError, SpecError
@@ -52,7 +55,12 @@ def step(u: int = U) -> Trace:
 
 
 def all_hidden(t: Trace) -> tuple[Rewrite, ...]:
-    return max(offload.choices(Problem(t), offered(t), HOST, 0), key=len)
+    return max(rungs(t, HOST), key=len)
+
+
+def rungs(t: Trace, levers: Levers, budget_bytes: int = 0) -> list[tuple[Rewrite, ...]]:
+    wish = Wish(levers=levers, budget_bytes=budget_bytes)
+    return [rung for ladder in offload.ladders(Problem(t), offered(t), wish) for rung in ladder.rungs]
 
 
 def offered(t: Trace) -> list[Rewrite]:
@@ -249,7 +257,7 @@ def test_plans_lie_between_the_bound_and_the_plan_without_and_near_the_best_ther
 @pytest.mark.parametrize(("budget", "copies"), [(5 * M + 4, 1), (4 * M + 4, 2)])
 def test_no_more_is_copied_than_makes_room_for_the_rest(budget: int, copies: int) -> None:
     problem = Problem(step())
-    sets = list(offload.choices(problem, offered(problem.trace), HOST, budget))
+    sets = rungs(problem.trace, HOST, budget)
     (only,) = sets
     assert len(only) == copies
     line = rewritten_problem(problem, only).saved.timeline
@@ -271,7 +279,7 @@ def test_host_memory_is_limited() -> None:
     t = step()
     assert len(offered(t)) == 2  # c is read by forward's last op
     limited = replace(HOST, host_bytes=2 * M - 1)
-    assert {len(x) for x in offload.choices(Problem(t), offered(t), limited, 0)} == {1}
+    assert {len(x) for x in rungs(t, limited)} == {1}
 
 
 def test_the_study_has_a_row() -> None:

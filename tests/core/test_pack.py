@@ -9,10 +9,11 @@ import pytest
 from simulator.core.formats import FORMATS
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.core.rewrites import LEVERS, exactness_of, in_order, rewritten
-from simulator.core.rewrites.pack import at_rate, cheaper, costs, pass_rate, ranked
+from simulator.levers import LEVERS, exactness_of, in_order, rewritten
+from simulator.levers.pack import at_rate, cheaper, costs, pass_rate, ranked
 from simulator.planners import plan_with
-from simulator.prediction.levers import changed_steps, plan_with_levers
+from simulator.prediction.choose import changed_steps
+from simulator.prediction.levers import plan_with_levers
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Action, Plan, Rewrite

@@ -22,7 +22,6 @@ from simulator.core.problem import Problem
 from simulator.core.replay import by_category, peak_by_category, run
 from simulator.core.schedule import build
 from simulator.prediction.ask import Answer
-from simulator.prediction.levers import study
 from simulator.prediction.question import Question
 from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
@@ -36,6 +35,7 @@ from simulator.report.page import (
 )
 from simulator.report.step import activations, at_peak, provenance, recomputations
 from simulator.show.tables import Cell, Table
+from simulator.studies.levers import study
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError

@@ -19,7 +19,7 @@ from simulator.allocator.device_fit import setting_of
 from simulator.allocator.reserved import reserved_over, reserved_peak
 from simulator.cli.main import main
 from simulator.core.problem import Problem
-from simulator.core.rewrites import rewritten
+from simulator.levers import rewritten
 from simulator.prediction.step import Prediction, predict
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, OverShapes, over_shapes, traces_of
 from tests.tiny import bwd, fwd, trace

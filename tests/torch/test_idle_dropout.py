@@ -13,7 +13,7 @@ from torch.nn import functional  # noqa: E402
 
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import invert  # noqa: E402
+from simulator.levers import invert  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, recompute_all, recorded  # noqa: E402
 from tracer.capture.torch_fixes.dropout import OP  # noqa: E402
 

@@ -14,11 +14,10 @@ from torch.nn import functional  # noqa: E402
 from executor.inverted import ops  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import exactness_of, rewritten_problem  # noqa: E402
-from simulator.core.rewrites.invert import offer  # noqa: E402
-from simulator.core.rewrites.pack import ranked  # noqa: E402
+from simulator.levers import exactness_of, ops_take_ns, rewritten_problem  # noqa: E402
+from simulator.levers.invert import offer  # noqa: E402
+from simulator.levers.pack import ranked  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
-from simulator.prediction.levers import ops_take_ns  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402

@@ -23,8 +23,8 @@ from executor.matching import trace_of  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import offload, rewritten_problem  # noqa: E402
-from simulator.prediction.levers import study  # noqa: E402
+from simulator.levers import offload, rewritten_problem  # noqa: E402
+from simulator.studies.levers import study  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tests.torch.test_tile import (  # noqa: E402
@@ -268,7 +268,7 @@ DEEP = f"{Path(__file__).resolve()}:deep"
 def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside_packed_values(
     measurer: Measurer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than tiles
+    monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than tiles
     spec = load_spec(DEEP, {})
     of = record_real(spec, device_entry("cpu"), "cpu", ProfileUse(off=True), rounds=1, warmup=1)
     known = GradientErrors.load(gradient_errors(spec, of, ("int8",)).save(tmp_path / "errors.json"))
@@ -293,7 +293,7 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
 
 
 def test_fit_measures_the_error_of_a_plan_with_the_loss_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0)
+    monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)
     model, batch, loss, make = deep()
     planned = fit(
         model, batch, loss, make(model.parameters()), budget="28%", allow="approximate", levers=["tile", "int8"],

@@ -15,7 +15,7 @@ from executor.rewriting import rewritten  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.bounds.bound import bounder_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import LEVERS, exactness_of, offload, rewritten_problem  # noqa: E402
+from simulator.levers import LEVERS, exactness_of, offload, rewritten_problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402

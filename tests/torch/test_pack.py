@@ -22,8 +22,8 @@ from executor.verifying import verify  # noqa: E402
 from simulator import api  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import rewritten_problem  # noqa: E402
-from simulator.core.rewrites.pack import ranked  # noqa: E402
+from simulator.levers import rewritten_problem  # noqa: E402
+from simulator.levers.pack import ranked  # noqa: E402
 from tests.torch import small_nets, steps  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
@@ -131,9 +131,7 @@ def test_a_plan_keeps_to_the_errors_that_were_measured_of_its_parts(trace: Trace
 
 
 def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0
-    )  # cheaper than recomputing
+    monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than recomputing
     torch.manual_seed(0)
     model, (x, y), loss, optimizer = net()
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -161,9 +159,7 @@ def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.Mo
 
 
 def test_fit_takes_the_levers_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0
-    )  # cheaper than recomputing
+    monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than recomputing
     models = []
     for levers in (None, ["bits", "narrow16"]):
         torch.manual_seed(0)

@@ -19,7 +19,7 @@ from torch.nn import functional  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import rewritten_problem  # noqa: E402
+from simulator.levers import rewritten_problem  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer import trace  # noqa: E402

@@ -53,7 +53,7 @@ class Action:
 class Rewrite:
     """One change of the step, made before anything is recomputed."""
 
-    kind: str  # one of `simulator.core.rewrites.KINDS`
+    kind: str  # one of `simulator.levers.LEVERS`
     storage: int  # of the trace
     number: int = 0  # how many tiles; 0: the kind takes no number
     error: float | None = None  # of the step's gradient by all of this kind, relative L2; None: not measured

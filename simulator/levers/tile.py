@@ -16,20 +16,20 @@ slower than their share, and that what other ops allocate inside does not grow i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from simulator.core.facts import Facts
-from simulator.core.rewrites.edit import Editing, Op, Value
-from simulator.core.rewrites.pack import ITEM_BYTES, at_rate, pass_rate
+from simulator.core.problem import Problem
+from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.lever import Ladder, Lever, Wish
+from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.events import OwnEvents, replayed
 from traces.records.plan import FP, Rewrite
 from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
 from traces.records.trace import ACTIVATION, BACKWARD, EFFECT, FORWARD, VIEW, Trace
 
-EXACTNESS: Final = FP
 NUMBERS: Final = (2, 4, 8, 16, 32, 64, 128)  # of tiles that are tried
 SHARE: Final = (
     32  # a stretch is offered if its widest value is at least one of so many parts of the step's largest
@@ -43,29 +43,56 @@ NUMBER_BYTES: Final = 16  # a number by itself takes so much at most
 SHOWN: Final = 2
 
 
-def offer(facts: Facts) -> Iterator[Rewrite]:
+def offer(problem: Problem) -> Iterator[Rewrite]:
     """The stretches that can run in tiles, each in any number of them; none whose widest value is small."""
-    sts = facts.trace.storages
+    sts = problem.trace.storages
     least = max((n for n, op in zip(sts.nbytes, sts.producer, strict=True) if op >= 0), default=0) // SHARE
-    for stretch in facts.trace.meta.stretches:
+    for stretch in problem.trace.meta.stretches:
         for number in NUMBERS:
             if number <= stretch.rows and sts.nbytes[stretch.storage] >= least:
                 yield Rewrite(kind="tile", storage=stretch.storage, number=number)
 
 
-def alike(trace: Trace, rewrite: Rewrite) -> object:
-    """Of stretches for which this is equal one number of tiles is chosen: those of a model's layers."""
-    stretch = next(x for x in trace.meta.stretches if x.storage == rewrite.storage)
-    nbytes, target = trace.storages.nbytes[stretch.storage], trace.ops.target
-    return stretch.rows, nbytes, [target[i] for part in stretch.parts for i, _ in part.body]
+def ladders(problem: Problem, rewrites: Sequence[Rewrite], _: Wish) -> Iterator[Ladder]:
+    """A ladder of numbers of tiles for all that is alike, as layers are. Of one every rung is tried, of several two
+    tiles and a middle number first."""
+    ops, sts = problem.trace.ops, problem.trace.storages
+    alike: dict[object, dict[int, list[Rewrite]]] = {}
+    for r in rewrites:
+        tiled = _of(problem.trace, r)
+        body = tuple(ops.target[i] for part in tiled.parts for i, _ in part.body)
+        numbers = alike.setdefault((tiled.rows, sts.nbytes[tiled.storage], body), {})
+        numbers.setdefault(r.number, []).append(r)
+    for numbers in alike.values():
+        rungs = tuple(tuple(numbers[n]) for n in sorted(numbers))
+        first = sorted({0, len(rungs) // 3}) if len(alike) > 1 else range(len(rungs))
+        yield Ladder(rungs=rungs, first=first)
 
 
-def adds_ns(facts: Facts, rewrite: Rewrite) -> int:
+def told(_: Trace, rewrites: Sequence[Rewrite]) -> str:
+    """What runs in tiles, and in how many."""
+    tiles: dict[int, list[str]] = {}
+    for r in rewrites:
+        tiles.setdefault(r.number, []).append(r.op)
+    more = {n: f" and {len(names) - 1} more" if names[1:] else "" for n, names in tiles.items()}
+    return ", ".join(f"{names[0]}{more[n]} in {n} tiles" for n, names in tiles.items())
+
+
+def heads(trace: Trace) -> set[int]:
+    """The storages by which the loss heads are named that can run in tiles."""
+    return {tiled.storage for tiled in trace.meta.stretches if tiled.backward is None}
+
+
+def _of(trace: Trace, rewrite: Rewrite) -> Stretch:
+    return next(tiled for tiled in trace.meta.stretches if tiled.storage == rewrite.storage)
+
+
+def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
     """By how much a tiled stretch takes longer, at least."""
-    trace = facts.trace
-    stretch = next(x for x in trace.meta.stretches if x.storage == rewrite.storage)
-    rate = facts.once(pass_rate, lambda f: pass_rate(f.trace))
-    least_ns = facts.once(_least_ns, lambda f: _least_ns(f.trace))
+    trace = problem.trace
+    stretch = _of(trace, rewrite)
+    rate = problem.once(pass_rate, lambda f: pass_rate(f.trace))
+    least_ns = problem.once(_least_ns, lambda f: _least_ns(f.trace))
     number = min(rewrite.number, stretch.rows)
     made_ns = sum(_time_ns(trace, part, number, rate, least_ns) for part in stretch.parts)
     return made_ns - sum(trace.ops.time_ns[i] for i in {i for part in stretch.parts for i, _ in part.body})
@@ -306,3 +333,15 @@ def _run_tile(
                 there.pop(s, None)  # it stays, or is no value of its own
         for s in [s for s in there if last[s] <= k]:
             own.free(there.pop(s))
+
+
+LEVER: Final = Lever(
+    name="tile",
+    exactness=FP,
+    offer=offer,
+    edit=edit,
+    ladders=ladders,
+    adds_ns=adds_ns,
+    told=told,
+    unasked=True,
+)

@@ -17,34 +17,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from simulator.core.facts import Facts
-from simulator.core.rewrites.activations import activation_of, kind
-from simulator.core.rewrites.edit import Editing, Op, Value
-from simulator.core.rewrites.pack import ITEM_BYTES, at_rate, pass_rate
+from simulator.core.problem import Problem
+from simulator.levers.activations import activation_of, kind
+from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.lever import Lever
+from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import FP, Rewrite
 from traces.records.trace import ACTIVATION, EAGER, FORWARD, Trace
 
-EXACTNESS: Final = FP
 LEAST: Final = 1 << 16  # numbers: the ops compile their loops from here on
 DIGITS: Final = {"float32": 24, "float16": 11, "bfloat16": 8}  # binary, of the types' mantissas
 TWO_BITS: Final = ("silu",)  # an element of bfloat16 has, of these activations
 CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
 
 
-def offer(facts: Facts) -> Iterator[Rewrite]:
+def offer(problem: Problem) -> Iterator[Rewrite]:
     """The saved inputs of activations that can be done without; first the largest."""
-    trace, sts = facts.trace, facts.trace.storages
+    trace, sts = problem.trace, problem.trace.storages
     for s in sorted(trace.saved, key=lambda s: (-sts.nbytes[s], s)):
-        if not facts.pinned[s] and not isinstance(pair_of(trace, s), str):
+        if not problem.pinned[s] and not isinstance(pair_of(trace, s), str):
             yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
 
 
-def adds_ns(facts: Facts, rewrite: Rewrite) -> int:
+def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
     """By how much the step takes longer, at least: a copy may go."""
-    pair = pair_of(facts.trace, rewrite.storage)
+    pair = pair_of(problem.trace, rewrite.storage)
     assert isinstance(pair, Pair)
-    return -facts.trace.ops.time_ns[pair.copy] if pair.copy >= 0 else 0
+    return -problem.trace.ops.time_ns[pair.copy] if pair.copy >= 0 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +152,6 @@ def pair_of(trace: Trace, s: int) -> Pair | str:
     if not any(y in ops.reads[i] and ops.phase[i] != FORWARD and i != pair.backward for i in later):
         return "backward does not read the output"
     return pair
+
+
+LEVER: Final = Lever(name="invert", exactness=FP, offer=offer, edit=edit, adds_ns=adds_ns)

@@ -1,12 +1,4 @@
-"""Rewrites: the ways in which a step is changed before anything is recomputed; each module here is a lever that offers
-some.
-
-A lever is a module with `offer(facts)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
-executor's emitter of the same name (`executor.emit.KIND`) changes the graph; and `EXACTNESS`, one of
-`traces.records.plan.EXACTNESS`; maybe `choices(problem, rewrites, levers, budget_bytes)`, the sets of what it offers
-that are worth a plan; where it takes time or may take some away, `adds_ns(facts, rewrite)`, by how much the step takes
-longer at least. `LEVERS` has them by name; `pack` stands there once for each of its formats.
-"""
+"""Levers: the ways in which a step is changed before anything is recomputed, in the order in which they are made."""
 
 from __future__ import annotations
 
@@ -15,26 +7,27 @@ from dataclasses import replace
 from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.core.rewrites import invert, offload, pack, tile
-from simulator.core.rewrites.edit import Editing
+from simulator.levers import invert, offload, pack, tile
+from simulator.levers.edit import Editing
+from simulator.levers.lever import Lever
 from traces.errors import PlanError
-from traces.records.plan import EXACT, EXACTNESS, Rewrite
+from traces.records.plan import EXACTNESS, Plan, Rewrite
 from traces.records.trace import Trace
 from traces.records.validate import validate
 
-_EXACT_PACKS = {name: lever for name, lever in pack.LEVERS.items() if lever.EXACTNESS == EXACT}
-# What planners take by themselves; and with what must be named.
-KINDS: Final[dict[str, Any]] = {"tile": tile} | _EXACT_PACKS
-LEVERS: Final[dict[str, Any]] = KINDS | {"invert": invert} | pack.LEVERS | {"offload": offload}
+LEVERS: Final[dict[str, Lever]] = {
+    lever.name: lever for lever in (tile.LEVER, *pack.EXACT, invert.LEVER, *pack.LOSSY, offload.LEVER)
+}
+UNASKED: Final = tuple(name for name, lever in LEVERS.items() if lever.unasked)
 
 
 def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
     """The trace of the step so changed. Raises PlanError if a rewrite means nothing in this trace."""
-    made = _edited(Editing(trace), rewrites)
-    return made.trace() if rewrites else trace
+    return edited(Editing(trace), rewrites).trace() if rewrites else trace
 
 
-def _edited(editing: Editing, rewrites: Iterable[Rewrite]) -> Editing:
+def edited(editing: Editing, rewrites: Iterable[Rewrite]) -> Editing:
+    """The same editing, once the rewrites are made. Raises PlanError if one means nothing in its trace."""
     for rewrite in in_order(rewrites):
         LEVERS[rewrite.kind].edit(editing, rewrite)
     return editing
@@ -76,10 +69,29 @@ def draft_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
     trace = problem.trace
     return problem.once(
         ("rewritten", key),
-        lambda p: Problem(_edited(Editing(trace, known), rewrites).trace(draft=True), p.constraints),
+        lambda p: Problem(edited(Editing(trace, known), rewrites).trace(draft=True), p.constraints),
     )
+
+
+def ops_take_ns(problem: Problem, rewrites: Iterable[Rewrite]) -> int:
+    """What the ops of a changed step take at least, quickly found."""
+    adds = (problem.once(("adds", r), lambda p, r=r: LEVERS[r.kind].adds_ns(p, r)) for r in rewrites)  # type: ignore[misc]
+    return problem.trace.time_ns + sum(adds)
 
 
 def exactness_of(rewrites: Iterable[Rewrite]) -> str:
     """How the gradients of the step so changed agree with the unchanged one's."""
-    return max((LEVERS[r.kind].EXACTNESS for r in rewrites), key=EXACTNESS.index, default=EXACTNESS[0])
+    return max((LEVERS[r.kind].exactness for r in rewrites), key=EXACTNESS.index, default=EXACTNESS[0])
+
+
+def rewrites_in_words(trace: Trace, plan: Plan) -> list[str]:
+    """How the step is changed, a line a kind."""
+    by_kind: dict[str, list[Rewrite]] = {}
+    for r in plan.rewrites:
+        by_kind.setdefault(r.kind, []).append(r)
+    lines = []
+    for kind, rewrites in by_kind.items():
+        errors = [r.error for r in rewrites if r.error is not None]
+        error = f"; relative error of the gradient {max(errors):.1e}" if errors else ""
+        lines.append(f"{kind}: {LEVERS[kind].told(trace, rewrites)}{error}")
+    return lines

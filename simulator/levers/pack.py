@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from simulator.core.facts import Facts
 from simulator.core.formats import FORMATS, HOLDS, narrow
-from simulator.core.rewrites.activations import activation_of
-from simulator.core.rewrites.edit import Editing, Op, Value
+from simulator.core.problem import Problem
+from simulator.levers.activations import activation_of
+from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.lever import Ladder, Lever, Wish, ladder
 from traces.errors import PlanError
-from traces.records.plan import APPROXIMATE, EXACT, Rewrite
+from traces.records import plan
+from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, RANDOM, VIEW, Trace
 
 LEAST: Final = 1 << 14  # numbers: fewer are not worth an op, and often statistics
@@ -31,49 +34,38 @@ COMPARISONS: Final = tuple(f"aten.{name}." for name in ("eq", "ne", "lt", "le", 
 POOLS: Final = ("aten.max_pool", "aten.adaptive_max_pool", "aten.fractional_max_pool")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
-    """The rewrites to one format."""
-
-    format: str
-
-    @property
-    def EXACTNESS(self) -> str:  # noqa: N802 - a lever that is a module has a constant
-        return EXACT if FORMATS[self.format].exact else APPROXIMATE
-
-    def offer(self, facts: Facts) -> Iterator[Rewrite]:
-        """The saved values that can be packed and are worth it; first what saves most for its time."""
-        return (rewrite for rewrite, _, _ in ranked(facts, (self.format,)))
-
-    def adds_ns(self, facts: Facts, rewrite: Rewrite) -> int:
-        """By how much the step takes longer."""
-        rate = facts.once(pass_rate, lambda f: pass_rate(f.trace))
-        return at_rate(rate, costs(facts.trace, rewrite.storage, self.format)[1])
-
-    def edit(self, editing: Editing, rewrite: Rewrite) -> None:
-        """Put the two ops (three for a mask) into the step; a value that backward no longer reads, because of a rewrite
-        before, is left as it is. Raises PlanError if the value is not one that is saved, or not one that this format
-        holds.
-        """
-        trace, s = editing.source, rewrite.storage
-        known = 0 <= s < len(trace.storages)
-        if why := _reason(trace, s, self.format, editing.once(users_of)[s]) if known else "there is none":
-            name = f"storage {s} ({rewrite.op})" if rewrite.op else f"storage {s}"
-            raise PlanError(f"{name} cannot be packed as {self.format}: {why}.")
-        Packing(editing, editing.value[s], self.format).edit()
+def edit(editing: Editing, rewrite: Rewrite) -> None:
+    """Put the two ops (three for a mask) into the step; a value that backward no longer reads, because of a rewrite
+    before, is left as it is. Raises PlanError if the value is not one that is saved, or not one that this format holds.
+    """
+    trace, s = editing.source, rewrite.storage
+    known = 0 <= s < len(trace.storages)
+    if why := _reason(trace, s, rewrite.kind, editing.once(users_of)[s]) if known else "there is none":
+        name = f"storage {s} ({rewrite.op})" if rewrite.op else f"storage {s}"
+        raise PlanError(f"{name} cannot be packed as {rewrite.kind}: {why}.")
+    Packing(editing, editing.value[s], rewrite.kind).edit()
 
 
-LEVERS: Final = {name: Lever(format=name) for name in FORMATS}
+def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
+    """By how much the step takes longer."""
+    rate = problem.once(pass_rate, lambda p: pass_rate(p.trace))
+    return at_rate(rate, costs(problem.trace, rewrite.storage, rewrite.kind)[1])
 
 
-def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[Rewrite, int, int]]:
+def by_price(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
+    """Those for which a byte costs less than the last one that recomputation saves; all, if that is not known."""
+    ns, nbytes = wish.price
+    return ladder([cheaper(problem.trace, rewrites, ns, nbytes) if nbytes else tuple(rewrites)])
+
+
+def ranked(problem: Problem, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[Rewrite, int, int]]:
     """What can be packed, with the bytes that each saves from forward to backward, and the time that it takes in ns;
     first what saves most for its time. One storage may be there in several formats, of which a plan takes one."""
-    trace, sts = facts.trace, facts.trace.storages
-    rate, found = facts.once(pass_rate, lambda f: pass_rate(f.trace)), []
-    users = facts.once(users_of, lambda f: users_of(f.trace))
+    trace, sts = problem.trace, problem.trace.storages
+    rate, found = problem.once(pass_rate, lambda f: pass_rate(f.trace)), []
+    users = problem.once(users_of, lambda f: users_of(f.trace))
     for s in trace.saved:
-        if facts.pinned[s] or math.prod(sts.shape[s]) < LEAST:
+        if problem.pinned[s] or math.prod(sts.shape[s]) < LEAST:
             continue
         smallest = narrow(_positions(trace, s))
         for kind in kinds:
@@ -303,3 +295,23 @@ def _views_taken(forward: Sequence[Op], backward: Sequence[Op]) -> list[Op]:
             views.append(op)
             taken.update(op.inputs)
     return views[::-1]
+
+
+def _offer(format: str, problem: Problem) -> Iterator[Rewrite]:
+    """The saved values that can be packed and are worth it; first what saves most for its time."""
+    return (rewrite for rewrite, _, _ in ranked(problem, (format,)))
+
+
+_OF: Final = {name: partial(_offer, name) for name in FORMATS}
+EXACT: Final = tuple(
+    Lever(
+        name=n, exactness=plan.EXACT, offer=_OF[n], edit=edit, ladders=by_price, adds_ns=adds_ns, unasked=True
+    )
+    for n, format in FORMATS.items()
+    if format.exact
+)
+LOSSY: Final = tuple(
+    Lever(name=n, exactness=plan.APPROXIMATE, offer=_OF[n], edit=edit, adds_ns=adds_ns)
+    for n, format in FORMATS.items()
+    if not format.exact
+)

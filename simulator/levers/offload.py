@@ -21,17 +21,17 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
-from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.core.rewrites.edit import Editing, Op, Value
-from simulator.core.rewrites.pack import Packing, needed, users_of
 from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
+from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.lever import Ladder, Lever, Wish, ladder
+from simulator.levers.pack import Packing, needed, users_of
 from traces.devices import device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Rewrite
 from traces.records.trace import ACTIVATION, BACKWARD, EAGER, EFFECT, FORWARD, RANDOM, Trace
+from traces.units import show_bytes
 
-EXACTNESS: Final = EXACT
 LEAST: Final = 1 << 20  # bytes: smaller values are not worth a copy's latency
 UNKNOWN: Final = 10**10  # bytes a second
 SHARES: Final = 4  # of what does not hide
@@ -48,17 +48,21 @@ def offer(problem: Problem) -> Iterator[Rewrite]:
         yield from (replace(r, bytes_per_s=0) for r in step.placed(step.ranked, UNKNOWN))
 
 
-def choices(
-    problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
-) -> Iterator[tuple[Rewrite, ...]]:
-    """Of what is offered and host memory has room for, sets worth a plan, each placed for itself: as few of those that
-    hide as make room for everything else; or else half of them, all, and rising numbers of the rest.
+def ladders(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
+    """What is offered and host memory has room for; the two smallest sets are tried first.
 
     Raises:
         SpecError: nobody says how fast copies are.
     """
-    trace, left = problem.trace, levers.host_bytes
-    rate = levers.host_bytes_per_s or rewrites[0].bytes_per_s
+    for made in ladder(_rungs(problem, rewrites, wish)):
+        yield replace(made, first=range(min(2, len(made.rungs))), waits=True)
+
+
+def _rungs(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[tuple[Rewrite, ...]]:
+    """Of what is offered and host memory has room for, sets worth a plan, each placed for itself: as few of those that
+    hide as make room for everything else; or else half of them, all, and rising numbers of the rest."""
+    trace, left = problem.trace, wish.levers.host_bytes
+    rate = wish.levers.host_bytes_per_s or rewrites[0].bytes_per_s
     if not rate:
         raise SpecError(
             f"--levers offload: the device table lacks {trace.meta.target}; give --host-bandwidth, such as 25GB."
@@ -71,8 +75,8 @@ def choices(
             fit.append(s)
     step = problem.once(_Step, _Step)
     hidden = step.hidden(fit, rate)
-    few = bisect_left(range(len(hidden)), True, key=lambda n: step.fits(hidden[:n], rate, budget_bytes))
-    if few and step.fits(hidden[:few], rate, budget_bytes):
+    few = bisect_left(range(len(hidden)), True, key=lambda n: step.fits(hidden[:n], rate, wish.budget_bytes))
+    if few and step.fits(hidden[:few], rate, wish.budget_bytes):
         yield step.placed(hidden[:few], rate)
         return
     rest = [s for s in fit if s not in hidden]
@@ -274,3 +278,16 @@ class _Step:
             )
             for s in values
         )
+
+
+def host_bytes(trace: Trace, rewrites: Iterable[Rewrite]) -> int:
+    """What waits in host memory at most: all that is copied there, when forward ends."""
+    return sum(pinned_bytes(trace.storages.nbytes[r.storage]) for r in rewrites if r.bytes_per_s)
+
+
+def told(trace: Trace, rewrites: Sequence[Rewrite]) -> str:
+    """How many values wait in host memory, and in how much of it."""
+    return f"{len(rewrites)} values, {show_bytes(host_bytes(trace, rewrites))} in host memory"
+
+
+LEVER: Final = Lever(name="offload", exactness=EXACT, offer=offer, edit=edit, ladders=ladders, told=told)

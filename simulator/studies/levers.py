@@ -1,0 +1,146 @@
+"""`simulate levers`: what each lever alone, and all together, could do to one step."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from simulator.bounds.bound import bounder_of
+from simulator.core.limits import Levers
+from simulator.core.problem import Problem
+from simulator.levers import LEVERS, exactness_of, rewritten_problem, tile
+from simulator.levers.lever import Wish
+from simulator.planners.outcome import percent
+from simulator.prediction.choose import Changed, climb, floor_of, ladders
+from simulator.prediction.levers import has_head
+from simulator.show.tables import Table, table
+from traces.errors import SpecError
+from traces.files.json_records import to_json
+from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Rewrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far a lever reaches by itself, or some together."""
+
+    lever: str
+    exactness: str
+    rewrites: int  # how many are taken
+    peak_allocated_bytes: int  # with everything saved
+    floor_bytes: int  # no plan can go below
+    added_time_ns: int  # with everything saved
+    # No plan within the budget adds less; None: no plan, or no budget.
+    bound_overhead_percent: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What levers do to one trace; the first row is recomputation alone."""
+
+    trace_name: str
+    problem: Problem
+    budget_bytes: int | None
+    rows: tuple[Reach, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "trace": self.trace_name,
+            "model": self.problem.trace.meta.model,
+            "fingerprint": self.problem.trace.meta.fingerprint,
+            "budget_bytes": self.budget_bytes,
+            "levers": [to_json(row) for row in self.rows],
+        }
+
+    def table(self) -> Table:
+        """One row a lever."""
+        whole, time_ns = self.rows[0].peak_allocated_bytes, self.problem.trace.time_ns
+        return table(
+            self.rows,
+            (
+                ("lever", "", lambda r: r.lever),
+                ("gradients", "", lambda r: IN_WORDS[r.exactness]),
+                ("rewrites", "count", lambda r: r.rewrites),
+                ("everything saved", "bytes", lambda r: r.peak_allocated_bytes),
+                ("", "share", lambda r: percent(r.peak_allocated_bytes, whole)),
+                ("time", "+percent", lambda r: percent(r.added_time_ns, time_ns)),
+                ("no plan below", "bytes", lambda r: r.floor_bytes),
+                (" ", "share", lambda r: percent(r.floor_bytes, whole)),
+                ("within the budget", "+percent", lambda r: r.bound_overhead_percent),
+            ),
+        ).known()
+
+
+IN_WORDS: Final = {EXACT: "equal in every bit", FP: "equal but for rounding", APPROXIMATE: "approximate"}
+RECOMPUTE_ALONE: Final = "recompute"
+
+
+def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study:
+    """What each lever alone does to the step, and all of a class together.
+
+    Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
+    floor, of other kinds all that is offered. Ignores: that fewer may do. As in plans, the step is that of model and
+    loss function as one where a loss head outside of the model runs in tiles, and nowhere else.
+
+    Args:
+        name: of the trace, for the answer.
+        budget_bytes: for what plans within it add at least.
+    """
+    found = _each_alone(problem)
+    tiled, found_tiled = problem, found  # of which step a plan with tiles is
+    if (joined := problem.joined) is not None:
+        found_joined = _each_alone(joined)
+        if has_head(joined, found_joined.get(tile.LEVER.name, ())):
+            tiled, found_tiled = joined, found_joined
+    rows = [_reach(problem, RECOMPUTE_ALONE, (), budget_bytes)]
+    for kind in LEVERS:
+        step, rewrites = (tiled, found_tiled) if kind == tile.LEVER.name else (problem, found)
+        if kind in rewrites:
+            rows.append(_reach(step, kind, rewrites[kind], budget_bytes))
+    for name_of_all, most in (("all exact", EXACT), ("all up to rounding", FP), ("all", APPROXIMATE)):
+        step, rewrites = (problem, found) if most == EXACT else (tiled, found_tiled)
+        kinds = [k for k in rewrites if EXACTNESS.index(LEVERS[k].exactness) <= EXACTNESS.index(most)]
+        together = _together(step, {k: rewrites[k] for k in kinds})
+        if len({r.kind for r in together}) > 1:
+            rows.append(_reach(step, name_of_all, together, budget_bytes))
+    return Study(trace_name=name, problem=problem, budget_bytes=budget_bytes, rows=tuple(rows))
+
+
+def _each_alone(problem: Problem) -> dict[str, tuple[Rewrite, ...]]:
+    """Of each kind that a step offers, the rewrites with the lowest floor."""
+    found: dict[str, tuple[Rewrite, ...]] = {}
+    for kind in LEVERS:
+        with suppress(SpecError):  # nobody says how fast copies to host memory are
+            of = ladders(problem, Wish(levers=Levers(allow="approximate", kinds=(kind,))))
+            lowest = climb(of, lambda rs: -floor_of(problem, rs))
+            if chosen := lowest or next((rung for x in of for rung in x.rungs), ()):
+                found[kind] = chosen
+    return found
+
+
+def _together(problem: Problem, found: dict[str, tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:
+    """All kinds together; of those that pack the same values in different formats the one with the lowest floor."""
+    alike = [k for k in found if LEVERS[k].exactness == APPROXIMATE]
+    rest = tuple(r for k, rewrites in found.items() if k not in alike for r in rewrites)
+    taken = {r.storage for r in rest}
+    choices = [(*rest, *(r for r in found[k] if r.storage not in taken)) for k in alike] or [rest]
+    return min(choices, key=lambda rewrites: floor_of(problem, rewrites))
+
+
+def _reach(problem: Problem, lever: str, rewrites: tuple[Rewrite, ...], budget_bytes: int | None) -> Reach:
+    step = rewritten_problem(problem, rewrites)
+    bound = None if budget_bytes is None else bounder_of(step).bound(budget_bytes)
+    added = step.saved.timeline.step_time_ns - problem.trace.time_ns
+    least = None
+    if bound is not None and bound.feasible:
+        least_ns = Changed(rewrites=rewrites, problem=step, bound=bound).least_ns
+        least = percent(least_ns - problem.trace.time_ns, problem.trace.time_ns)
+    return Reach(
+        lever=lever,
+        exactness=exactness_of(rewrites),
+        rewrites=len(rewrites),
+        peak_allocated_bytes=step.saved.timeline.peak_allocated_bytes,
+        floor_bytes=bounder_of(step).floor.peak_bytes,
+        added_time_ns=added,
+        bound_overhead_percent=least,
+    )
