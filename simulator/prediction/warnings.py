@@ -8,7 +8,6 @@ from typing import Final
 from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import kind_of, setting_of
 from simulator.core.problem import Problem
-from simulator.core.replay import Replay
 from simulator.prediction.step import Prediction, predict, untouched_peak_bytes
 from traces.devices import devices
 from traces.provenance import REHEARSED
@@ -28,8 +27,6 @@ SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     APPROXIMATE: (
         ("", "Approximate: of {computing:,} computing ops {rules:,} count by a few rules and {number:,} by what they "
          "return alone, so the real peak may be higher."),
-        ("risk_bytes", "If each convolution, matrix product and attention took as much as its {tensors}, the peak "
-         "would be {all_risk_bytes} ({share_risk_bytes})."),
         ("cpu", "For the exact answer trace with --device cpu."),
         ("cuda", "For the exact answer trace where a CUDA build of torch is (pip install torch on Linux; no GPU is "
          "needed), or with --device cuda on the GPU."),
@@ -37,14 +34,12 @@ SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "unknown-workspaces": (
         ("", "What libraries ask for inside {number:,} of {computing:,} computing ops is unknown and counts as "
          "nothing, so the real peak may be higher."),
-        ("risk_bytes", "If each convolution, matrix product and attention took as much as its {tensors}, the peak "
-         "would be {all_risk_bytes} ({share_risk_bytes})."),
         ("cpu", "To know them, trace with --device cpu."),
         ("cuda", "To know them, trace with --device cuda on the GPU."),
     ),
     UNTOUCHED: (
         ("", "The figures are those of the captured graph, which reuses memory where it can. The untouched model needs "
-         "about {extra_bytes} ({share_extra_bytes}) more than what stands here for everything kept."),
+         "about {extra_bytes} ({share_extra_bytes}) more than what stands here for everything saved."),
     ),
     UNTOUCHED_LESS: (
         ("", "The untouched model needs about {all_extra_bytes}, less than the captured graph with all saved "
@@ -81,7 +76,6 @@ def text(warning: PredictionWarning) -> str:
     """A warning in words."""
     subject, figures = warning.subject, warning.figures
     told: dict[str, object] = {**figures, "subject": subject}
-    told["tensors"] = "largest tensor" if subject == CUDA else "tensors together"
     peak = int(figures.get("peak_bytes", 0))
     for name, n in figures.items():
         if name.endswith("_bytes"):
@@ -122,18 +116,13 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     unknown, rules = unknown_ops(trace), sum(counts.get(name, 0) for name in RULES)
     if unknown or rules:
         # The trace's own counts: an op that overwrites its argument is known to allocate nothing, and has no events.
+        number, computing = counts.get(UNKNOWN, 0) or len(unknown), sum(counts.values())
         told = {
-            "number": counts.get(UNKNOWN, 0) or len(unknown),
-            "computing": sum(counts.values()) or sum(not f & VIEW for f in trace.ops.flags),
-            "risk_bytes": risk_bytes(trace, c.planned),
-            "peak_bytes": c.planned.timeline.peak_allocated_bytes,
+            "number": number,
+            "computing": computing or sum(not f & VIEW for f in trace.ops.flags),
+            "rules": rules,
         }
-        approximate = meta.mode == FAKE
-        yield (
-            (APPROXIMATE, kind, {**told, "rules": rules})
-            if approximate
-            else ("unknown-workspaces", kind, told)
-        )
+        yield APPROXIMATE if meta.mode == FAKE else "unknown-workspaces", kind, told
     peak, untouched = c.saved.timeline.peak_allocated_bytes, untouched_peak_bytes(c)
     figures = {"extra_bytes": untouched - peak, "peak_bytes": peak}
     if peak and 100 * (untouched - peak) >= NOTABLE_PERCENT * peak:
@@ -144,11 +133,8 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     names = meta.sketch.get("recurrent")
     if kind == CUDA and isinstance(names, list) and names:
         yield "recurrent", str(names[0]), {"modules": len(names)}
-    if (
-        meta.mode == FAKE
-        and kind != CUDA
-        and any(d.name == meta.target and d.kind == CUDA for d in devices())
-    ):
+    gpus = (d.name for d in devices() if d.kind == CUDA)
+    if meta.mode == FAKE and kind != CUDA and meta.target in gpus:
         yield "graph-of-a-cpu", meta.target, {}
     yield from _of_the_allocator(c)
 
@@ -156,15 +142,10 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
 def _of_the_allocator(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     settings, plain, conf = c.setting.settings, c.planned_fit.by_default, c.setting.alloc_conf
     if c.plan.budget_of == RESERVED and settings is not None and plain is not None and conf:
-        figures = {
-            "default_bytes": plain.peak_reserved_bytes,
-            "expandable": int(settings.expandable_segments),
-        }
-        yield "allocator-settings", conf, figures
-    fits = {"everything kept": c.saved_fit} | (
-        {} if c.planned_fit is c.saved_fit else {"the plan": c.planned_fit}
-    )
-    for way, fit in fits.items():
+        growing = int(settings.expandable_segments)
+        yield "allocator-settings", conf, {"default_bytes": plain.peak_reserved_bytes, "expandable": growing}
+    fits = {"everything saved": c.saved_fit, "the plan": c.planned_fit}
+    for way, fit in list(fits.items())[: 1 if c.planned_fit is c.saved_fit else 2]:
         if fit.reserved is not None and not fit.reserved.steady:
             yield "not-settled", way, {"iterations": len(fit.reserved.iterations)}
         if fit.retries_a_step:
@@ -192,18 +173,3 @@ def unknown_ops(trace: Trace) -> tuple[int, ...]:
     partly = CUDNN_DECIDES if kind_of(meta) == CUDA and "measured" not in meta.workspace else ()
     computing = (i for i in range(len(ops)) if ops.time_ns[i] and not ops.flags[i] & VIEW)
     return tuple(i for i in computing if not ops.events[i] or ops.target[i] in partly)
-
-
-def risk_bytes(trace: Trace, replay: Replay) -> int:
-    """By how much the peak would rise if each unknown convolution, matrix product and attention took as much as its
-    largest tensor; on a CPU, where it copies all that it reads and makes, as these together. Real ones may take more.
-    """
-    together = sum if kind_of(trace.meta) != CUDA else max
-    ops, nbytes = trace.ops, trace.storages.nbytes
-    unknown = {i for i in unknown_ops(trace) if ops.flops[i]}
-    worst = peak = replay.timeline.peak_allocated_bytes
-    for step, i in enumerate(replay.schedule.op):
-        if i in unknown:
-            inside = together((0, *(nbytes[s] for s in {*ops.reads[i], *ops.writes[i]})))
-            worst = max(worst, replay.timeline.peak_bytes[step] + inside)
-    return worst - peak
