@@ -51,7 +51,7 @@ def main() -> None:
     simulate sweep resnet152 --batch-sizes 8,16,32 --budget 60%
     simulate compare resnet152-b32 --budget 60%               all planners side by side
     simulate pareto resnet152-b32                             what each GiB costs
-    simulate levers resnet152-b32                             what else than recomputing could be done
+    simulate levers resnet152-b32                             what could be done besides recomputing
     simulate max-batch bert-base --gpu a100-40                the largest batch that fits
     simulate planners                                         list the planners
     simulate replay snapshot.pickle                           a GPU's recorded allocations

@@ -29,24 +29,28 @@ from traces.model_spec import short_name
 
 DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is meant to have
 BUDGET = click.option(
-    "--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak."
+    "--budget",
+    required=True,
+    help="Memory limit, as in `simulate TRACE`; a share is of each batch's own peak.",
 )
 DEVICE = (
-    click.option("--gpu", metavar="NAME", help="A device of `trace targets`, such as a100-40; `cpu` is one."),
+    click.option("--gpu", metavar="NAME", help="Device of `trace targets`, such as a100-40 or cpu."),
     click.option("--device-memory", "--memory", "memory", metavar="SIZE",
-                 help="So much memory; without --gpu, of a CPU."),
-    click.option("--context", metavar="SIZE", help="What CUDA's context takes of a GPU (assumed: 512MiB)."),
+                 help="Memory of the device; without --gpu, of a CPU."),
+    click.option("--context", metavar="SIZE", help="Memory of a GPU that the CUDA context takes (assumed: 512MiB)."),
     click.option("--reserve", metavar="SIZE",
-                 help="What shall stay free, a size or a share (GPU: 2%, CPU: none)."),
+                 help="Memory to keep free, a size or a share (default: 2% of a GPU, none of a CPU)."),
 )  # fmt: skip
 
 
 @click.command("sweep", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @TRACE_WORDS
-@click.option("--batch-sizes", required=True, help="For example 8,16,32,64.")
+@click.option("--batch-sizes", required=True, help="Batch sizes, such as 8,16,32,64.")
 @asking(BUDGET, BUDGET_OF, ALLOC_CONF, PLANNER, *SEARCH, *LEVERS)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result (default: MODEL-sweep)."
+)
 @output_options
 def sweep_command(
     model: str, trace_words: tuple[str, ...], batch_sizes: str, words: Words, output: Path | None, out: Output
@@ -86,21 +90,25 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 @click.argument("model")
 @TRACE_WORDS
 @click.option(
-    "--budget-overhead", default="30%", show_default=True, help="What a plan may add to the time of a step."
+    "--budget-overhead", default="30%", show_default=True, help="Time that a plan may add to a step."
 )
 @click.option(
-    "--multiple-of", type=click.IntRange(min=1), default=1, show_default=True, help="Of batch sizes."
+    "--multiple-of",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Try only multiples of this.",
 )
 @click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
-              help="The largest batch size to try.")  # fmt: skip
+              help="Largest batch size to try.")  # fmt: skip
 @asking(*DEVICE, ALLOC_CONF, PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
-              help="Directory (default: MODEL-max-batch).")  # fmt: skip
+              help="Directory of the result (default: MODEL-max-batch).")  # fmt: skip
 @answer_options
 def max_batch_command(
     model: str, trace_words: tuple[str, ...], budget_overhead: str, words: Words, out: Output, **limits: Any
 ) -> None:
-    """The largest batch of MODEL that fits a device, without a plan and with one.
+    """Find the largest batch of MODEL that fits a device, without a plan and with one.
 
     \b
     simulate max-batch bert-base --gpu a100-40 --seq-len 512

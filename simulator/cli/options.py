@@ -18,55 +18,57 @@ Words = dict[
 ]  # of a question, by the names that `simulator.prediction.question.question` has for them
 
 BUDGET: Final = click.option(
-    "--budget", required=True, help="Bytes, a size such as 8GiB, or a share of the step's own peak."
+    "--budget", required=True, help="Memory limit: bytes, a size such as 8GiB, or a share such as 60%."
 )
 BUDGET_OF: Final = click.option(
     "--budget-of",
     type=click.Choice([ALLOCATED, RESERVED]),
-    help="What the budget limits: what the step asks for (the default), or what CUDA's allocator takes for it (where a "
-    "GPU is named).",
+    help="What the budget limits: the memory that the step asks for, or what CUDA's allocator reserves (the default "
+    "where a GPU is named).",
 )
-PLANNER: Final = click.option("--planner", help="Which planner (default: search; see `simulate planners`).")
+PLANNER: Final = click.option(
+    "--planner", help="The planner (default: search). `simulate planners` lists them."
+)
 SEARCH: Final = (
     click.option("--seconds", type=float, default=DEFAULTS.seconds, show_default=True,
-                 help="After so much processor time planners that search stop improving their plan."),
+                 help="Processor time after which a search stops improving its plan."),
     click.option("--seed", type=int, default=DEFAULTS.seed, show_default=True,
-                 help="Of a planner's random choices."),
+                 help="Seed of a planner's random choices."),
     click.option("--never", multiple=True, metavar="SELECTOR",
-                 help="Ops that must not run again; may be repeated."),
+                 help="Ops that must not run again, such as 'layers.* :: aten.mm'. May be repeated."),
     click.option("--always-save", multiple=True, metavar="SELECTOR",
-                 help="Ops whose values must be saved; may be repeated."),
+                 help="Ops whose values must be saved. May be repeated."),
 )  # fmt: skip
 LEVERS: Final = (
     click.option("--allow", type=click.Choice(list(ALLOW)), default=BIT_EXACT.allow, show_default=True,
-                 help="How the step may be changed beside recomputing: gradients equal in every bit, but for rounding, "
-                 "or within a measured error."),
+                 help="How gradients may differ: in no bit (bit), by rounding (fp), or by a measured error "
+                 "(approximate)."),
     click.option("--levers", metavar="NAMES",
-                 help="Which changes, such as tile (default: all that --allow allows; but offload and invert must be "
-                 "named; see `simulate levers`)."),
+                 help="Changes of the step that a plan may make, such as tile,offload (default: all that --allow "
+                 "allows, except offload and invert). `simulate levers TRACE` shows them."),
     click.option("--host-memory", metavar="SIZE",
-                 help="Of pinned host memory that --levers offload may take (32GiB)."),
+                 help="Pinned host memory that --levers offload may take (default: 32GiB)."),
     click.option("--host-bandwidth", metavar="SIZE",
-                 help="How much a second is copied to host memory or back, such as 25GB (default: by the device "
-                 "table)."),
+                 help="Bytes copied to host memory or back in a second, such as 25GB (default: the device table's)."),
 )  # fmt: skip
 ERRORS: Final = (
     click.option("--max-gradient-error", type=float,
-                 help="With --allow approximate: relative error of the gradient, such as 0.01."),
-    click.option("--errors", type=click.Path(path_type=Path), help="What `execute errors TRACE` measured."),
+                 help="Largest relative error of the gradient with --allow approximate, such as 0.01."),
+    click.option("--errors", type=click.Path(path_type=Path),
+                 help="File of `execute errors TRACE`; approximate plans need it."),
 )  # fmt: skip
 ALLOC_CONF: Final = click.option(
     "--alloc-conf",
     metavar="TEXT",
-    help="What if PYTORCH_ALLOC_CONF were this? For example expandable_segments:True (traces of a GPU).",
+    help="Simulate this PYTORCH_ALLOC_CONF, such as expandable_segments:True. For traces of a GPU.",
 )
 DEVICE: Final = (
-    ALLOC_CONF,
-    click.option("--gpu", metavar="NAME", help="Does it fit this device of `trace targets`? Such as a100-40."),
+    click.option("--gpu", metavar="NAME", help="Say whether it fits this device of `trace targets`, such as a100-40."),
     click.option("--device-memory", "memory", metavar="SIZE",
-                 help="Does it fit a device of so much, such as 40GiB?"),
+                 help="Say whether it fits a device of this size, such as 40GiB."),
     click.option("--context", metavar="SIZE",
-                 help="What CUDA's context takes of the device (assumed: 512MiB)."),
+                 help="Memory of the device that the CUDA context takes (assumed: 512MiB)."),
+    ALLOC_CONF,
 )  # fmt: skip
 TRACE_WORDS: Final = click.argument(
     "trace_words", metavar="[OPTIONS OF trace]...", nargs=-1, type=click.UNPROCESSED

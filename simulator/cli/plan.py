@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 TOP_HOLDERS = 5
 BUDGET = click.option(
     "--budget",
-    help="Bytes, a size such as 8GiB, a share of the step's own peak such as 60%, or `device`: what the device has.",
+    help="Memory limit: bytes, a size such as 8GiB, a share such as 60%, or `device`: all that the device has.",
 )
 
 
 @click.command("", hidden=True)
 @click.argument("trace_name", metavar="TRACE")
-@asking(BUDGET, BUDGET_OF, *DEVICE, PLANNER, *SEARCH, *LEVERS, *ERRORS)
-@click.option("--shapes", metavar="RANGE", help="What the plan needs at other sizes, such as seq-len=16:512.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
-@click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
+@asking(BUDGET, *DEVICE, BUDGET_OF, *LEVERS, *ERRORS, PLANNER, *SEARCH)
+@click.option("--shapes", metavar="RANGE", help="Check the plan at other sizes too, such as seq-len=16:512.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan to this file.")
+@click.option("-f", "--force", is_flag=True, help="Replace the file of -o.")
 @output_options
 def plan_command(
     trace_name: str, words: Words, shapes: str | None, output: Path | None, force: bool, out: Output
 ) -> None:
-    """Simulate one trace."""
+    """Simulate TRACE, and find the cheapest plan within a budget."""
     from simulator.api import problem_of
     from simulator.prediction.ask import ask
     from simulator.prediction.question import question

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 @click.command("replay")
 @click.argument("recording")
+@click.option("--alloc-conf", help="Replay under this PYTORCH_ALLOC_CONF, such as expandable_segments:True.")
+@click.option("--device-memory", help="Replay on a device of this size, such as 16GiB.")
 @click.option(
-    "--alloc-conf", help="What if PYTORCH_ALLOC_CONF were this? For example expandable_segments:True."
+    "--device",
+    type=click.IntRange(min=0),
+    help="Number of the device in the snapshot (default: the first recorded).",
 )
-@click.option("--device-memory", help="What if the device had this much, such as 16GiB?")
-@click.option("--device", type=click.IntRange(min=0), help="Which device (default: the first recorded).")
 @answer_options
 def replay_command(
     recording: str, alloc_conf: str | None, device_memory: str | None, device: int | None, out: Output

@@ -12,13 +12,13 @@ from traces.errors import BudgetError
 @click.command("compare")
 @click.argument("trace_name", metavar="TRACE")
 @asking(BUDGET, *SEARCH, *DEVICE)
-@click.option("--planners", help="Which, with commas (default: all of `simulate planners`).")
+@click.option("--planners", help="Planners to compare, separated by commas (default: all).")
 @output_options
 def compare_command(trace_name: str, words: Words, planners: str | None, out: Output) -> None:
-    """Set the planners side by side on one trace and budget.
+    """Compare the planners on one trace and budget.
 
-    Peak, added time, the gap to the certified bound, and solve time of each, or why it has no plan. --seconds is for
-    each planner. Exit code: 0 done, 1 no planner has a plan within the budget, 2 the input is wrong.
+    Prints the peak, the added time, the gap to the certified bound and the solve time of each planner, or why it has no
+    plan. --seconds is for each planner. Exit code: 0 done, 1 no planner has a plan, 2 the input is wrong.
     """
     from simulator.api import compare
 
@@ -42,7 +42,7 @@ def compare_command(trace_name: str, words: Words, planners: str | None, out: Ou
 @asking(PLANNER, *SEARCH, *DEVICE)
 @output_options
 def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> None:
-    """The whole front of one trace: what each GiB costs.
+    """Show what each GiB costs, over the whole range of budgets.
 
     Budgets lie evenly between the floor, below which no plan can go, and the peak with everything saved. A larger
     budget never has a slower plan. --seconds is for the whole front.
@@ -59,14 +59,12 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
 
 @click.command("levers")
 @click.argument("trace_name", metavar="TRACE")
-@click.option(
-    "--budget", help="Also: what plans within it add at least. Bytes, a size, or a share such as 60%."
-)
+@click.option("--budget", help="Show also what plans within this budget add at least.")
 @output_options
 def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
-    """What each lever alone, and all together, could do to the peak.
+    """Show what each lever could do to the peak, alone and all together.
 
-    Levers change the step before anything is recomputed; `simulate TRACE --allow` lets a plan take them.
+    Levers change the step before anything is recomputed. `simulate TRACE --allow` lets a plan take them.
     """
     from simulator.api import problem_of
     from simulator.core.budget import parse_budget
