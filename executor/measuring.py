@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from executor.matching import check_figures, trace_of
-from tracer.environment import environment
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files.json_records import from_json
 from traces.isolated import run_fresh
@@ -92,6 +91,7 @@ def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
     from executor.training.module import apply_plan
     from executor.verifying import verify
+    from tracer.environment import environment
     from tracer.precision.policy import scale_of
     from tracer.step.loop import run_step
     from tracer.step.step import load_spec
