@@ -36,33 +36,21 @@ REPLACED = {
     "torch._meta_registrations._meta_grouped_mm_common": (
         "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
     ),
-    "torch._subclasses.fake_tensor.FakeTensorMode._validate_cache_key": "self func args kwargs",
-    "torch._subclasses.functional_tensor.FunctionalTensor.cuda": "self device *args *kwargs",
-    "torch.amp.GradScaler.__init__": "self device init_scale growth_factor backoff_factor growth_interval enabled",
-    "torch.amp.autocast.__init__": "self device_type dtype enabled cache_enabled",
     "torch.autograd.backward": ("tensors grad_tensors retain_graph create_graph grad_variables inputs"),
     "torch.autograd.grad": (
         "outputs inputs grad_outputs retain_graph create_graph "
         "only_inputs allow_unused is_grads_batched materialize_grads"
     ),
-    "torch.batch_norm": "?",
     "torch.clear_autocast_cache": "?",
     "torch.compiler._is_compiling_flag": "?",
-    "torch.cuda._lazy_init": "",
-    "torch.get_autocast_dtype": "?",
-    "torch.get_autocast_gpu_dtype": "?",
-    "torch.get_rng_state": "",
-    "torch.is_autocast_enabled": "?",
     "torch.linspace": "?",
     "torch.nn.Module.__setattr__": "self name value",
     "torch.nn.Module._apply": "self fn recurse",
     "torch.nn.RNNBase.flatten_parameters": "self",
-    "torch.nn.functional.scaled_dot_product_attention": "?",
     "torch.nn.init._no_grad_trunc_normal_": "tensor mean std a b generator",
     "torch.nn.modules.transformer._detect_is_causal_mask": "mask is_causal size",
     "torch.nn.modules.transformer._generate_square_subsequent_mask": "sz device dtype",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",
-    "torch.utils._device.DeviceContext.__init__": "self device",
     "torch.Tensor.__deepcopy__": "self memo",
     "torch.nn.Parameter.__deepcopy__": "self memo",
 }
@@ -75,8 +63,8 @@ READ = {
 # _parameters, do not show.
 OF_OBJECTS = {
     "_apply", "_attn_implementation", "_boxed_call", "_cdata", "_compiled_call_impl", "_destroy", "_dispatch_cache",
-    "_expr", "_fields", "_flat_weights", "_forward_hooks", "_getframe", "_growth_tracker",
-    "_init_group", "_is_view", "_lazy_init", "_lru_cache_wrapper", "_model_mapping", "_modules", "_op_dk",
+    "_expr", "_fields", "_forward_hooks", "_getframe", "_growth_tracker",
+    "_init_group", "_lru_cache_wrapper", "_model_mapping", "_modules",
     "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
     "_schema", "_sequence_nr",
 }  # fmt: skip
