@@ -192,7 +192,7 @@ def pareto(
 
 def max_batch(
     model: str,
-    device: Device,
+    device: Device | None = None,
     *,
     budget_overhead_percent: float = 30.0,
     directory: str | Path | None = None,
@@ -220,16 +220,15 @@ def max_batch(
         SpecError: no such device or planner.
         LowtideError: the model cannot be traced; with what `trace` said.
     """
+    from simulator.studies.max_batch import Request
     from simulator.studies.max_batch import max_batch as search
-    from simulator.studies.max_batch import request_for
+    from simulator.studies.tracing import Traced
 
-    request = request_for(
-        model,
-        question(budget=DEVICE, device=device, **words),
+    request = Request(
+        traced=Traced.of(model, directory, "max-batch", trace_options),
+        question=question(budget=DEVICE, device=device, **words),
         overhead_percent=budget_overhead_percent,
-        directory=directory,
         multiple_of=multiple_of,
         maximum=maximum,
-        words=trace_options,
     )
-    return search(request, lambda batch_size: request.traced.at(batch_size, progress), progress)
+    return search(request, say=progress)

@@ -25,7 +25,6 @@ from simulator.cli.options import (
 )
 from traces.commands import Output, Refused
 from traces.errors import BudgetError, SpecError
-from traces.model_spec import short_name
 
 DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is meant to have
 BUDGET = click.option(
@@ -66,14 +65,13 @@ def sweep_command(
     from simulator.studies.tracing import Traced
 
     asked, sizes = question(**words), parse_batch_sizes(batch_sizes)
-    directory = output or Path(f"{short_name(model)}-sweep")
-    traced = Traced(model=model, directory=directory, words=words_for_trace(model, trace_words))
+    traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words))
     found = sweep(traced, sizes, asked, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
-        write_sweep(out.report, found, root=directory)
-    out.show(found.to_json, lambda: "\n".join(found.lines(directory)))
+        write_sweep(out.report, found, root=traced.directory)
+    out.show(found.to_json, lambda: "\n".join(found.lines(traced.directory)))
     if not any(row.feasible for row in found.rows):
         raise BudgetError(f"no batch size fits: {found.rows[0].message}")
 
@@ -119,8 +117,7 @@ def max_batch_command(
     memory must fit, on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
     """
     from simulator.allocator.device import CPU
-    from simulator.prediction.question import DEVICE, question
-    from simulator.studies.max_batch import max_batch, request_for
+    from simulator.api import max_batch
     from traces.devices import device
     from traces.files.json_records import canonical_json
     from traces.files.whole import write_text
@@ -128,11 +125,15 @@ def max_batch_command(
     words_for_trace(model, trace_words, "--target")  # which --gpu decides
     if words["reserve"] is None and words["gpu"] is not None and device(words["gpu"]).kind != CPU:
         words["reserve"] = DEFAULT_RESERVE
-    price = _percent(budget_overhead)
-    request = request_for(
-        model, question(budget=DEVICE, **words), overhead_percent=price, words=trace_words, **limits
+    found = max_batch(
+        model,
+        budget_overhead_percent=_percent(budget_overhead),
+        trace_options=trace_words,
+        progress=out.say,
+        **limits,
+        **words,
     )
-    found = max_batch(request, lambda batch_size: request.traced.at(batch_size, out.say), out.say)
+    request = found.request
     write_text(request.traced.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
     show(out, found)
     if not found.with_plan:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from simulator.kernels.clock import now
 from traces.errors import SpecError
-from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP
+
+if TYPE_CHECKING:
+    from traces.records.gradient_errors import GradientErrors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

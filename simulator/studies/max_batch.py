@@ -8,9 +8,8 @@ batch fit where a smaller one does not; such islands beyond the first boundary a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Final
 
 from simulator.allocator.device import CPU, DeviceMemory
@@ -27,7 +26,6 @@ from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import columns
 from simulator.studies.tracing import Traced
 from traces.errors import SpecError
-from traces.model_spec import short_name
 from traces.records.measurement import RunFigures
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
@@ -40,7 +38,11 @@ SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is ov
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `simulate max-batch` was asked for."""
+    """What `simulate max-batch` was asked for.
+
+    Raises:
+        SpecError: no device is named, or allocator settings for a CPU.
+    """
 
     traced: Traced
     question: Question  # of the device, whose memory is the budget
@@ -48,45 +50,23 @@ class Request:
     multiple_of: int = 1
     maximum: int = 65536
 
+    def __post_init__(self) -> None:
+        if self.device.kind == CPU and self.question.alloc_conf is not None:
+            raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
+
     @property
     def device(self) -> DeviceMemory:
-        """Raises SpecError if none is named."""
         memory = self.question.device(None)
         if memory is None:
             raise SpecError("name the device with --gpu, or its memory with --memory.")
         return memory
 
-
-def request_for(
-    model: str,
-    question: Question,
-    *,
-    overhead_percent: float,
-    directory: str | Path | None,
-    multiple_of: int,
-    maximum: int,
-    words: Sequence[str],
-) -> Request:
-    """The request for a model on the question's device, which `trace` is told unless its words name another.
-
-    Raises:
-        SpecError: no device is named, or allocator settings for a CPU.
-    """
-    directory = Path(directory or f"{short_name(model)}-max-batch")
-    request = Request(
-        traced=Traced(model=model, directory=directory, words=tuple(words)),
-        question=question,
-        overhead_percent=overhead_percent,
-        multiple_of=multiple_of,
-        maximum=maximum,
-    )
-    device = request.device
-    if device.kind == CPU:
-        if question.alloc_conf is not None:
-            raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
-    elif not any(word.partition("=")[0] in ("--target", "--device") for word in words):
-        request = replace(request, traced=replace(request.traced, words=(*words, "--target", device.name)))
-    return request
+    def targeted(self) -> Request:
+        """The same, with `trace` told the device unless its words name another."""
+        words = self.traced.words
+        if self.device.kind == CPU or any(w.partition("=")[0] in ("--target", "--device") for w in words):
+            return self
+        return replace(self, traced=replace(self.traced, words=(*words, "--target", self.device.name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,21 +325,21 @@ def _over(cost: float, price: float) -> float:
     return cost / price - 1 if price else cost
 
 
-def max_batch(request: Request, load: Callable[[int], Trace], say: Say = silent) -> MaxBatch:
+def max_batch(request: Request, load: Callable[[int], Trace] | None = None, say: Say = silent) -> MaxBatch:
     """Search for both batch sizes.
 
     Args:
-        load: the trace of the model at a batch size; asked once for each.
+        load: the trace of the model at a batch size, asked once for each; None: the one that `trace` makes.
         say: told one line about each probe.
     """
-    step = request.multiple_of
+    request, step = request.targeted(), request.multiple_of
     top = request.maximum // step * step
     if top < step:
         raise SpecError(f"--max {request.maximum}: there is no multiple of {step} up to it.")
-    search = _Search(request=request, load=load, say=say)
+    traced = request.traced
+    search = _Search(request=request, load=load or (lambda size: traced.at(size, say)), say=say)
     first = min(top, -(-FIRST // step) * step)
-    without = boundary(search.without, first=first, step=step, top=top)
-    with_plan = without
+    without = with_plan = boundary(search.without, first=first, step=step, top=top)
     if without < top:
         guess = min(top, max(without + step, search.beyond(step)))
         excess = search.floor_excess(without) if without else -1.0

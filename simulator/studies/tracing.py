@@ -19,7 +19,7 @@ from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
 from traces.files.whole import write_text
-from traces.model_spec import file_digest, source_digest
+from traces.model_spec import file_digest, short_name, source_digest
 from traces.processes import ending_with_this
 from traces.records.device_profile import cache_directory, load_identity
 from traces.records.store import load
@@ -35,6 +35,13 @@ class Traced:
     model: str
     directory: Path  # of traces and plans, which are used again
     words: tuple[str, ...] = ()  # further ones for `trace`, such as --seq-len 512
+
+    @classmethod
+    def of(cls, model: str, directory: str | Path | None, study: str, words: Sequence[str]) -> Traced:
+        """A model in a directory; None: `MODEL-study`."""
+        return cls(
+            model=model, directory=Path(directory or f"{short_name(model)}-{study}"), words=tuple(words)
+        )
 
     def at(self, batch_size: int, say: Say) -> Trace:
         """The trace at a batch size, made by `trace` or used again; raises as `ensure_trace` does."""

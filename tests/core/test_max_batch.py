@@ -235,8 +235,8 @@ def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     seen: list[Request] = []
 
-    def search(asked: Request, traces: object, say: Say) -> MaxBatch:
-        seen.append(asked)
+    def search(asked: Request, say: Say) -> MaxBatch:
+        seen.append(asked.targeted())
         return max_batch(asked, load_gpu if asked.device.kind == "cuda" else load, say)
 
     monkeypatch.setattr("simulator.studies.max_batch.max_batch", search)
