@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from simulator.allocator.device import DeviceMemory, device_memory, size_of
 from simulator.allocator.device_fit import Setting, kind_of, setting_of
@@ -18,9 +18,11 @@ from simulator.core.selectors import check_selectors
 from simulator.planners import DEFAULT, SAVE_ALL, find
 from simulator.prediction.step import Prediction
 from traces.errors import SpecError
-from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import ALLOCATED, RESERVED
 from traces.records.trace import TraceMeta
+
+if TYPE_CHECKING:
+    from traces.records.gradient_errors import GradientErrors
 
 DEVICE: Final = "device"  # the budget that is the device's memory
 NOTHING: Final = Levers(kinds=())
@@ -163,11 +165,16 @@ def question(
             host_bytes=HOST_BYTES if host_memory is None else size_of("--host-memory", host_memory),
             host_bytes_per_s=0 if host_bandwidth is None else size_of("--host-bandwidth", host_bandwidth),
             max_gradient_error=max_gradient_error,
-            errors=GradientErrors.load(errors) if isinstance(errors, str | Path) else errors,
+            errors=_errors(errors) if isinstance(errors, str | Path) else errors,
         ),
         alloc_conf=alloc_conf,
         device=_device(device, gpu, memory, context, reserve),
     )
+
+
+def _errors(path: str | Path) -> GradientErrors:
+
+    return GradientErrors.load(path)
 
 
 def _device(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, device_fit, kind_of
@@ -15,13 +16,14 @@ from simulator.levers import rewritten_problem
 from simulator.levers.tile import DROPOUT_MASK
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
-from simulator.show import notebook
-from simulator.show.tables import Table, figures_table
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, Action, Plan
 from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent, show_time
+
+if TYPE_CHECKING:
+    from simulator.show.tables import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -98,6 +100,8 @@ class Prediction:
         return f"<{self.trace.meta.model}, batch {self.trace.meta.batch_size}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
+        from simulator.show import notebook
+
         curves = [(notebook.SAVED, notebook.curve(self.saved.timeline))]
         if self.plan.changes:
             curves.append((notebook.PLANNED, notebook.curve(self.planned.timeline)))
@@ -107,6 +111,8 @@ class Prediction:
 
     def table(self) -> Table:
         """The headline figures with everything saved, and with the plan."""
+        from simulator.show.tables import figures_table
+
         runs = [("everything saved", self.saved_figures, 0.0)]
         if self.plan.changes:
             runs.append((f"plan ({self.plan.planner})", self.planned_figures, self.overhead_percent))
