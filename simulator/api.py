@@ -18,9 +18,8 @@ from traces.records.trace import Trace
 
 if TYPE_CHECKING:
     from simulator.bounds.bound import Bound
-    from simulator.studies.comparison import Comparison
     from simulator.studies.max_batch import MaxBatch
-    from simulator.studies.pareto import Front
+    from simulator.studies.rows import Row, Study
 
 # A trace, its directory or name in the gallery, or it under its constraints.
 Source = Trace | str | Path | Problem
@@ -140,7 +139,7 @@ def compare(
     name: str = "",
     progress: Say = silent,
     **words: Unpack[Planning],
-) -> Comparison:
+) -> Study[Row]:
     """Set planners side by side on one trace and budget of allocated memory.
 
     Args:
@@ -169,7 +168,7 @@ def pareto(
     name: str = "",
     progress: Say = silent,
     **words: Unpack[Planning],
-) -> Front:
+) -> Study[Row]:
     """The whole front of one trace: what each GiB costs.
 
     Args:
@@ -177,7 +176,7 @@ def pareto(
         device, name, words: as for `compare`; `seconds` is for the whole front.
 
     Returns:
-        a point for each budget with the cheapest plan, the certified bound and the price of a GiB; and the plans.
+        a row for each budget with the cheapest plan, the certified bound and the price of a GiB; and the `plans`.
 
     Raises:
         SpecError: no such planner, selector or device, or the planner cannot plan this trace at all.

@@ -29,9 +29,9 @@ def compare_command(trace_name: str, words: Words, planners: str | None, out: Ou
 
         write_comparison(out.report, found)
     show(out, found)
-    if not found.feasible:
+    if not found.data["feasible"]:
         why = found.rows[0].message
-        raise BudgetError(f"no planner has a plan within {found.budget_bytes} bytes: {why}")
+        raise BudgetError(f"no planner has a plan within {found.data['budget_bytes']} bytes: {why}")
 
 
 @click.command("pareto")
@@ -79,4 +79,4 @@ def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
         from simulator.report.plans import write_levers
 
         write_levers(out.report, found)
-    out.show(found.to_json, lambda: "\n".join(found.table().lines()))
+    show(out, found)

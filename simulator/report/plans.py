@@ -10,32 +10,32 @@ from simulator.prediction.step import describe
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, write_page
 from simulator.report.step import about, metadata
-from simulator.studies.comparison import Comparison, ranked
-from simulator.studies.levers import Study
-from simulator.studies.pareto import Front
+from simulator.studies.comparison import ranked
+from simulator.studies.levers import Reach
+from simulator.studies.rows import Row, Study
 from traces.units import bytes_unit, show_bytes
 
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
 
 
-def write_comparison(path: str | Path, found: Comparison) -> Path:
+def write_comparison(path: str | Path, found: Study[Row]) -> Path:
     """Write the page of a comparison of planners, whole or not at all. Raises EnvironmentProblem if a package that
     reports need is not installed.
     """
-    blocks: list[Block] = [found.table()]
+    blocks: list[Block] = [found.table]
+    budget_bytes = found.data["budget_bytes"]
     if places := [e for e in ranked(found.rows) if e.peak_allocated_bytes is not None]:
         caption = (
             "Every plan at the peak of its replay. Left of the red line the budget is met; below the grey line no "
             "plan for this budget can be."
         )
-        limit = found.bound.overhead_percent if found.bound.feasible else None
-        spec = charts.plans_in_the_plane(places, found.budget_bytes, limit)
+        spec = charts.plans_in_the_plane(places, budget_bytes, found.data["bound"]["overhead_percent"])
         blocks.insert(0, Chart(spec, caption, "Peak against added time"))
-    title = f"planners within {show_bytes(found.budget_bytes)}"
-    return _write(path, found.problem, title, found.in_words(), *blocks)
+    title = f"planners within {show_bytes(budget_bytes)}"
+    return _write(path, found.problem, title, found.words, *blocks)
 
 
-def write_front(path: str | Path, found: Front) -> Path:
+def write_front(path: str | Path, found: Study[Row]) -> Path:
     """Write the page of a front, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
     rows = [
         (p.budget_bytes, line, value, f"{value:+.2f} %{peak}")
@@ -52,10 +52,10 @@ def write_front(path: str | Path, found: Front) -> Path:
         "are worked out."
     )
     chart = Chart(charts.front(rows), caption, "What each GiB costs")
-    return _write(path, found.problem, "what each GiB costs", found.in_words(), chart, found.table())
+    return _write(path, found.problem, "what each GiB costs", found.words, chart, found.table)
 
 
-def write_levers(path: str | Path, found: Study) -> Path:
+def write_levers(path: str | Path, found: Study[Reach]) -> Path:
     """Write the page of a study of levers, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
     unit, unit_name = bytes_unit(found.rows[0].peak_allocated_bytes)
     below, above = "no plan below", "everything saved"
@@ -68,14 +68,13 @@ def write_levers(path: str | Path, found: Study) -> Path:
         )
     ]
     colours = {below: charts.BOUND_COLOUR, above: charts.WAY_COLOURS["save-all"][0]}
-    limit = found.budget_bytes and found.budget_bytes / unit
+    limit = found.data["budget_bytes"] and found.data["budget_bytes"] / unit
     caption = (
         "Each bar ends at the peak with everything saved. Plans can bring it down to the end of its dark part, and no "
         "further."
     )
     spec = charts.by_name(bars, colours, f"peak allocated, {unit_name}", limit=limit)
-    words = f"{found.trace_name}: each lever alone, and those of a class together"
-    return _write(path, found.problem, "levers", words, Chart(spec, caption), found.table())
+    return _write(path, found.problem, "levers", found.words, Chart(spec, caption), found.table)
 
 
 def _write(path: str | Path, problem: Problem, title: str, words: str, *blocks: Block) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Levers
@@ -14,7 +14,8 @@ from simulator.levers.lever import Wish
 from simulator.planners.outcome import percent
 from simulator.prediction.choose import Changed, climb, floor_of, ladders
 from simulator.prediction.levers import has_head
-from simulator.show.tables import Table, table
+from simulator.show.tables import table
+from simulator.studies.rows import Study
 from traces.errors import SpecError
 from traces.files.json_records import to_json
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Rewrite
@@ -34,48 +35,11 @@ class Reach:
     bound_overhead_percent: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Study:
-    """What levers do to one trace; the first row is recomputation alone."""
-
-    trace_name: str
-    problem: Problem
-    budget_bytes: int | None
-    rows: tuple[Reach, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "trace": self.trace_name,
-            "model": self.problem.trace.meta.model,
-            "fingerprint": self.problem.trace.meta.fingerprint,
-            "budget_bytes": self.budget_bytes,
-            "levers": [to_json(row) for row in self.rows],
-        }
-
-    def table(self) -> Table:
-        """One row a lever."""
-        whole, time_ns = self.rows[0].peak_allocated_bytes, self.problem.trace.time_ns
-        return table(
-            self.rows,
-            (
-                ("lever", "", lambda r: r.lever),
-                ("gradients", "", lambda r: IN_WORDS[r.exactness]),
-                ("rewrites", "count", lambda r: r.rewrites),
-                ("everything saved", "bytes", lambda r: r.peak_allocated_bytes),
-                ("", "share", lambda r: percent(r.peak_allocated_bytes, whole)),
-                ("time", "+percent", lambda r: percent(r.added_time_ns, time_ns)),
-                ("no plan below", "bytes", lambda r: r.floor_bytes),
-                (" ", "share", lambda r: percent(r.floor_bytes, whole)),
-                ("within the budget", "+percent", lambda r: r.bound_overhead_percent),
-            ),
-        ).known()
-
-
 IN_WORDS: Final = {EXACT: "equal in every bit", FP: "equal but for rounding", APPROXIMATE: "approximate"}
 RECOMPUTE_ALONE: Final = "recompute"
 
 
-def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study:
+def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study[Reach]:
     """What each lever alone does to the step, and all of a class together.
 
     Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
@@ -103,7 +67,35 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
         together = _together(step, {k: rewrites[k] for k in kinds})
         if len({r.kind for r in together}) > 1:
             rows.append(_reach(step, name_of_all, together, budget_bytes))
-    return Study(trace_name=name, problem=problem, budget_bytes=budget_bytes, rows=tuple(rows))
+    meta, whole, time_ns = problem.trace.meta, rows[0].peak_allocated_bytes, problem.trace.time_ns
+    return Study(
+        problem=problem,
+        trace_name=name,
+        rows=tuple(rows),
+        data={
+            "trace": name,
+            "model": meta.model,
+            "fingerprint": meta.fingerprint,
+            "budget_bytes": budget_bytes,
+            "levers": [to_json(row) for row in rows],
+        },
+        words=f"{name}: each lever alone, and those of a class together",
+        short=f"{meta.model}: each lever alone, and those of a class together",
+        table=table(
+            rows,
+            (
+                ("lever", "", lambda r: r.lever),
+                ("gradients", "", lambda r: IN_WORDS[r.exactness]),
+                ("rewrites", "count", lambda r: r.rewrites),
+                ("everything saved", "bytes", lambda r: r.peak_allocated_bytes),
+                ("", "share", lambda r: percent(r.peak_allocated_bytes, whole)),
+                ("time", "+percent", lambda r: percent(r.added_time_ns, time_ns)),
+                ("no plan below", "bytes", lambda r: r.floor_bytes),
+                (" ", "share", lambda r: percent(r.floor_bytes, whole)),
+                ("within the budget", "+percent", lambda r: r.bound_overhead_percent),
+            ),
+        ).known(),
+    )
 
 
 def _each_alone(problem: Problem) -> dict[str, tuple[Rewrite, ...]]:

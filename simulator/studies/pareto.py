@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from simulator.bounds.bound import bound_curve, bounder_of
 from simulator.core.problem import Problem
-from simulator.core.replay import Replay
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer, Say, ask
 from simulator.prediction.question import Question
+from simulator.prediction.warnings import texts_of
 from simulator.show import notebook
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.rows import Row, Study, columns, row_of
+from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import UnfinishedError
 from traces.records.plan import ALLOCATED, Plan
 from traces.units import show_bytes, show_percent, show_time
@@ -28,115 +28,14 @@ from traces.units import show_bytes, show_percent, show_time
 GIB: Final = 2**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Front(Study):
-    """A row for each budget, by rising budget; the last is the peak with everything saved."""
-
-    KEYS: ClassVar = (
-        *("budget_bytes", "feasible", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
-        *("overhead_percent", "recomputed_ops", "fits", "made_for_bytes", "bound_overhead_percent", "gap_points"),
-        *("price_ns_per_gib", "bound_price_ns_per_gib", "solve_seconds", "finished", "message"),
-    )  # fmt: skip
-    planner: str
-    floor_bytes: int  # no plan can go below
-    solve_seconds: float = 0.0
-    plans: tuple[Plan | None, ...] = ()  # by row
-
-    def __repr__(self) -> str:
-        fitting = [row for row in self.rows if row.feasible]
-        reach = f"down to {show_bytes(fitting[0].peak_allocated_bytes)}" if fitting else "no plan"
-        meta = self.problem.trace.meta
-        return (
-            f"<{meta.model}, batch {meta.batch_size}: {len(self.rows)} budgets by {self.planner}, {reach}, floor "
-            f"{show_bytes(self.floor_bytes)}>"
-        )
-
-    def _repr_html_(self) -> str:
-        at = [(row.budget_bytes / GIB, row) for row in self.rows]
-        plans = [(x, row.overhead_percent) for x, row in at if row.overhead_percent is not None]
-        bounds = [(x, row.bound_overhead_percent) for x, row in at if row.bound_overhead_percent is not None]
-        curves = [(notebook.SAVED, bounds), (notebook.PLANNED, plans)]
-        picture = notebook.picture(curves, "GiB", "% added", [], area=False)
-        model = self.problem.trace.meta.model
-        head = f"{model}: what each GiB costs ({self.planner}); grey: the certified bound"
-        return notebook.framed(head, self.table(), picture)
-
-    @property
-    def saved(self) -> Replay:
-        """The step with everything saved, and what constraints save beside."""
-        return self.problem.saved
-
-    def in_words(self) -> str:
-        """What was planned, and what no plan can beat."""
-        return (
-            f"{self.trace_name}: {self.planner}, {len(self.rows)} budgets in {self.solve_seconds:.2f} s; step "
-            f"{show_time(self.saved.timeline.step_time_ns)} with everything saved; no plan can go below "
-            f"{show_bytes(self.floor_bytes)}"
-        )
-
-    def table(self) -> Table:
-        """A row for each budget, the largest first."""
-        most, base_ns = self.rows[-1].budget_bytes, self.saved.timeline.step_time_ns
-        device = self.setting.device
-        fits = {None: UNKNOWN, True: yes("fits"), False: no("too large")}
-
-        def bound(row: Row) -> float | str:
-            return "infeasible" if row.bound_overhead_percent is None else row.bound_overhead_percent
-
-        def price(row: Row) -> Cell:
-            if row.price_ns_per_gib is None:
-                return Cell(UNKNOWN)
-            share = 100 * row.price_ns_per_gib / base_ns if base_ns else 0.0
-            text = f"{show_time(row.price_ns_per_gib)} ({show_percent(share, signed=True)})"
-            return Cell(text, row.price_ns_per_gib)
-
-        def met(row: Row) -> Cell:
-            if not row.finished:
-                return no("not finished; another budget's plan" if row.feasible else "not finished")
-            return yes("met") if row.feasible else no("no plan")
-
-        return table(
-            self.rows[::-1],
-            columns(
-                "budget_bytes",
-                ("of the peak", "share", lambda row: 100 * row.budget_bytes / most if most else None),
-                "peak_allocated_bytes",
-                "overhead_percent",
-                ("bound", "percent", bound),
-                "gap_points",
-                ("one GiB less costs", NUMBER, price),
-                "bound_price_ns_per_gib",
-                ("device" if device is None else device.name, "", lambda row: fits[row.fits]),
-                ("", "", met),
-            ),
-            caption="One GiB less: the added time from this budget to the next smaller one in the table, for each GiB "
-            "between them; by the bound: what the last byte costs at this budget at the instant that decides it.",
-        ).known()
-
-    def lines(self) -> list[str]:
-        """The answer to read: a line for each budget."""
-        late = [show_bytes(row.budget_bytes) for row in reversed(self.rows) if not row.finished]
-        note = (
-            f"{self.planner} did not finish {len(late)} of {len(self.rows)} budgets in their share of --seconds: "
-            f"{', '.join(late)}; a plan that stands there was made for another one."
-        )
-        return self.text(self.table().without("by the bound"), *([note] if late else []))
-
-    def to_json(self) -> dict[str, Any]:
-        """What `simulate pareto --json` prints."""
-        reached = [row.peak_allocated_bytes for row in self.rows if row.peak_allocated_bytes is not None]
-        return {
-            **self.asked(),
-            "planner": self.planner,
-            "solve_seconds": round(self.solve_seconds, 3),
-            **self.told(),
-            "floor_bytes": self.floor_bytes,
-            "smallest_peak_bytes": min(reached, default=None),
-            "points": self.rows_json(),
-        }
+KEYS: Final = (
+    *("budget_bytes", "feasible", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
+    *("overhead_percent", "recomputed_ops", "fits", "made_for_bytes", "bound_overhead_percent", "gap_points"),
+    *("price_ns_per_gib", "bound_price_ns_per_gib", "solve_seconds", "finished", "message"),
+)  # fmt: skip
 
 
-def pareto(problem: Problem, trace_name: str, question: Question, points: int, say: Say) -> Front:
+def pareto(problem: Problem, trace_name: str, question: Question, points: int, say: Say) -> Study[Row]:
     """The front with so many budgets, evenly from the floor to the peak with everything saved.
 
     The question's seconds are for the whole front. Most budgets are easy, so each plan may take twice an equal share of
@@ -183,16 +82,91 @@ def pareto(problem: Problem, trace_name: str, question: Question, points: int, s
             given["bound_overhead_percent"] = bound.overhead_percent
             given["bound_price_ns_per_gib"] = round(bound.price_ns * GIB / bound.price_bytes)
         rows.append(row_of(row, pick, **given))
-    return Front(
+    return _front(problem, trace_name, question, _priced(rows), plans, time.perf_counter() - start)
+
+
+def _front(
+    problem: Problem,
+    trace_name: str,
+    question: Question,
+    rows: tuple[Row, ...],
+    plans: list[Plan | None],
+    seconds: float,
+) -> Study[Row]:
+    meta, kept, setting = problem.trace.meta, problem.saved, question.setting(problem.trace.meta)
+    floor_bytes, planner = bounder_of(problem).floor.peak_bytes, question.planner_name
+    reached = [row.peak_allocated_bytes for row in rows if row.peak_allocated_bytes is not None]
+    reach = f"down to {show_bytes(reached[0])}" if reached else "no plan"
+    late = [show_bytes(row.budget_bytes) for row in reversed(rows) if not row.finished]
+    note = (
+        f"{planner} did not finish {len(late)} of {len(rows)} budgets in their share of --seconds: {', '.join(late)}; "
+        "a plan that stands there was made for another one."
+    )
+    least = [
+        (r.budget_bytes / GIB, r.bound_overhead_percent) for r in rows if r.bound_overhead_percent is not None
+    ]
+    added = [(r.budget_bytes / GIB, r.overhead_percent) for r in rows if r.overhead_percent is not None]
+    return Study(
         problem=problem,
         trace_name=trace_name,
-        setting=made[budgets[0]].asked.setting,
-        planner=question.planner_name,
-        floor_bytes=least,
-        rows=_priced(rows),
-        solve_seconds=time.perf_counter() - start,
+        rows=rows,
+        data={
+            **asked(problem, trace_name, setting),
+            "planner": planner,
+            "solve_seconds": round(seconds, 3),
+            "baseline": baseline(problem, kept, setting),
+            "warnings": texts_of(problem),
+            "floor_bytes": floor_bytes,
+            "smallest_peak_bytes": min(reached, default=None),
+            "points": rows_json(rows, KEYS),
+        },
+        words=f"{trace_name}: {planner}, {len(rows)} budgets in {seconds:.2f} s; step "
+        f"{show_time(kept.timeline.step_time_ns)} with everything saved; no plan can go below "
+        f"{show_bytes(floor_bytes)}",
+        short=f"{meta.model}, batch {meta.batch_size}: {len(rows)} budgets by {planner}, {reach}, floor "
+        f"{show_bytes(floor_bytes)}; grey: the certified bound",
+        table=_table(
+            rows, kept.timeline.step_time_ns, "device" if setting.device is None else setting.device.name
+        ),
+        aside=("by the bound",),
+        notes=(note,) if late else (),
+        curves=((notebook.SAVED, least), (notebook.PLANNED, added)),
         plans=tuple(plans),
     )
+
+
+def _table(rows: Sequence[Row], base_ns: int, device: str) -> Table:
+    """A row for each budget, the largest first."""
+    most = rows[-1].budget_bytes
+    fits = {None: UNKNOWN, True: yes("fits"), False: no("too large")}
+
+    def price(row: Row) -> Cell:
+        if row.price_ns_per_gib is None:
+            return Cell(UNKNOWN)
+        share = 100 * row.price_ns_per_gib / base_ns if base_ns else 0.0
+        text = f"{show_time(row.price_ns_per_gib)} ({show_percent(share, signed=True)})"
+        return Cell(text, row.price_ns_per_gib)
+
+    def met(row: Row) -> Cell:
+        if not row.finished:
+            return no("not finished; another budget's plan" if row.feasible else "not finished")
+        return yes("met") if row.feasible else no("no plan")
+
+    return table(
+        rows[::-1],
+        columns(
+            "budget_bytes",
+            ("of the peak", "share", lambda row: 100 * row.budget_bytes / most if most else None),
+            *("peak_allocated_bytes", "overhead_percent", "bound_overhead_percent", "gap_points"),
+            ("one GiB less costs", NUMBER, price),
+            "bound_price_ns_per_gib",
+            (device, "", lambda row: fits[row.fits]),
+            ("", "", met),
+        ),
+        caption="One GiB less: the added time from this budget to the next smaller one in the table, for each GiB "
+        "between them; by the bound: what the last byte costs at this budget at the instant that decides it. Without a "
+        "bound no plan can fit.",
+    ).known()
 
 
 def _coarse_to_fine(budgets: Sequence[int]) -> list[int]:

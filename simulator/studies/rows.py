@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, ClassVar, Final
+from typing import Any, Final, Generic, TypeVar
 
 from simulator.allocator.device_fit import Setting, device_fit
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer
-from simulator.prediction.warnings import texts_of
-from simulator.show.notebook import framed
+from simulator.show import notebook
 from simulator.show.tables import Table
 from traces.errors import UnfinishedError
+from traces.records.plan import Plan
 
 # Of what a row knows: what stands over its column in a terminal and on a page, and how it is shown there. In JSON it
 # has its own name.
@@ -25,6 +26,7 @@ COLUMNS: Final = {
     "peak_allocated_bytes": ("peak", "bytes"),
     "step_time_ns": ("step time", "time"),
     "overhead_percent": ("overhead", "+percent"),
+    "bound_overhead_percent": ("bound", "percent"),
     "gap_points": ("gap, points", "points"),
     "recomputed_ops": ("ops run again", "count"),
     "bound_price_ns_per_gib": ("by the bound", "time"),
@@ -90,59 +92,61 @@ def columns(*chosen: str | tuple[str, str, Any]) -> list[tuple[str, str, Any]]:
     return [(*COLUMNS[c], attrgetter(c)) if isinstance(c, str) else c for c in chosen]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Study:
-    """What answers about many plans of one trace have in common: the step, and what each plan is judged under."""
+def rows_json(rows: Iterable[Row], keys: Iterable[str]) -> list[dict[str, Any]]:
+    """Of each row what JSON has."""
+    return [{key: getattr(row, key) for key in keys} for row in rows]
 
-    KEYS: ClassVar[tuple[str, ...]]  # of a row's values, those that JSON has
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Study(Generic[R]):
+    """Many answers about one trace, as rows; in a notebook it shows them."""
+
     problem: Problem  # with the constraints of the plans
     trace_name: str
-    setting: Setting
-    rows: tuple[Row, ...] = ()
+    rows: tuple[R, ...]
+    data: dict[str, Any]  # what `--json` prints
+    words: str  # what was asked, and what no plan can beat
+    table: Table
+    short: str = ""  # the same in a few words
+    aside: tuple[str, ...] = ()  # titles of columns that a terminal does without
+    notes: tuple[str, ...] = ()  # below the rows
+    curves: tuple[tuple[str, notebook.Points], ...] = ()  # added time in percent against GiB
+    plans: tuple[Plan | None, ...] = ()  # by row
 
-    @property
-    def saved(self) -> Replay:
-        """The step with everything saved."""
-        return self.problem.unconstrained.saved
-
-    def in_words(self) -> str:
-        """What was asked, and what no plan can beat."""
-        raise NotImplementedError
-
-    def table(self) -> Table:
-        """The rows, for a terminal, a notebook and a page."""
-        raise NotImplementedError
-
-    def text(self, rows: Table, *notes: str) -> list[str]:
-        """Rows for a terminal, below what they are about and above what must be said beside them."""
-        return [
-            self.in_words(),
-            *rows.lines(),
-            *notes,
-            *(f"warning {text}" for text in texts_of(self.problem)),
-        ]
+    def __repr__(self) -> str:
+        return f"<{self.short}>"
 
     def _repr_html_(self) -> str:
-        return framed(repr(self).strip("<>"), self.table())
+        picture = notebook.picture(self.curves, "GiB", "% added", [], area=False)
+        return notebook.framed(self.short, self.table, picture)
 
-    def asked(self) -> dict[str, Any]:
-        """What the JSON begins with."""
-        meta, device = self.problem.trace.meta, self.setting.device
-        return {
-            "trace": self.trace_name,
-            "model": meta.model,
-            "batch_size": meta.batch_size,
-            "target": meta.target,
-            "fingerprint": meta.fingerprint,
-            "alloc_conf": self.setting.alloc_conf,
-            "device": None if device is None else device.to_json(),
-        }
+    def lines(self) -> list[str]:
+        """The answer to read."""
+        warned = (f"warning {text}" for text in self.data.get("warnings", ()))
+        return [self.words, *self.table.without(*self.aside).lines(), *self.notes, *warned]
 
-    def told(self) -> dict[str, Any]:
-        """The step with everything saved, and what must be said beside every figure."""
-        fit = device_fit(self.problem, self.saved, replace(self.setting, asked=False))
-        figures = fit.figures(self.saved.timeline.step_time_ns)
-        return {"baseline": figures.headline(), "warnings": texts_of(self.problem)}
+    def to_json(self) -> dict[str, Any]:
+        return self.data
 
-    def rows_json(self) -> list[dict[str, Any]]:
-        return [{key: getattr(row, key) for key in self.KEYS} for row in self.rows]
+
+def asked(problem: Problem, trace_name: str, setting: Setting) -> dict[str, Any]:
+    """What the JSON of a study begins with."""
+    meta, device = problem.trace.meta, setting.device
+    return {
+        "trace": trace_name,
+        "model": meta.model,
+        "batch_size": meta.batch_size,
+        "target": meta.target,
+        "fingerprint": meta.fingerprint,
+        "alloc_conf": setting.alloc_conf,
+        "device": None if device is None else device.to_json(),
+    }
+
+
+def baseline(problem: Problem, saved: Replay, setting: Setting) -> dict[str, int | None]:
+    """The headline figures with everything saved."""
+    fit = device_fit(problem, saved, replace(setting, asked=False))
+    return fit.figures(saved.timeline.step_time_ns).headline()

@@ -119,7 +119,7 @@ def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
     done = pareto(small, 9, planner="mu-two", seconds=4)
     budgets = [row.budget_bytes for row in done.rows]
     assert budgets == sorted(budgets)
-    assert (budgets[0], budgets[-1]) == (done.floor_bytes, peak(small))
+    assert (budgets[0], budgets[-1]) == (done.data["floor_bytes"], peak(small))
     times = [row.step_time_ns for row in done.rows if row.step_time_ns is not None]
     assert times == sorted(times, reverse=True)
     assert len(times) >= 5
@@ -242,7 +242,7 @@ def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> No
     plain = pareto(of, 3, planner="mu-two")
     asked = pareto(of, 3, planner="mu-two", alloc_conf=CONF, device=device)
     contest = compare(of, peak(of), ["mu-two"], alloc_conf=CONF, device=device)
-    assert (asked.setting.alloc_conf, plain.setting.alloc_conf) == (CONF, "")
+    assert (asked.data["alloc_conf"], plain.data["alloc_conf"]) == (CONF, "")
     for row, other, plan in zip(asked.rows, plain.rows, asked.plans, strict=True):
         if plan is not None:
             schedule = build(Problem(of), plan.actions)
