@@ -184,16 +184,16 @@ class Output:
 
 
 OUTPUT: Final = (
-    click.option("--report", type=ReportFile(), help="Write an HTML page here."),
+    click.option("--report", type=ReportFile(), help="Write an HTML page to this file."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of text."),
-    click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
+    click.option("-q", "--quiet", is_flag=True, help="Print no progress on stderr."),
 )
 output_options: Final = gathered("out", Output, *OUTPUT)
 answer_options: Final = gathered("out", Output, *OUTPUT[1:])  # of a command without a page
 json_option: Final = gathered("out", Output, OUTPUT[1])
 quiet_option: Final = gathered("out", Output, OUTPUT[2])
 analysis_option: Final = click.option(
-    "--analysis", type=TextFile(), default=None, help="A text file to show at the top of the page."
+    "--analysis", type=TextFile(), default=None, help="Text file to show at the top of the page."
 )
 
 
@@ -204,24 +204,24 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--batch-size", type=click.IntRange(min=1), help="Examples in the batch."),
             click.option("--seq-len", type=click.IntRange(min=1), help="Tokens in an example (transformers)."),
             click.option("--image-size", type=click.IntRange(min=1), help="Height and width of an image (vision)."),
-            click.option("--optimizer", help="sgd, adam, adamw or none."),
-            click.option("--optimizer-impl", help="foreach, fused or for-loop; without it, what torch chooses."),
-            click.option("--dtype", help="Of the weights: float32, bfloat16 or float16."),
-            click.option("--amp", help="Autocast of forward and loss: bfloat16 or float16; the weights stay float32."),
+            click.option("--optimizer", help="Optimizer: sgd, adam, adamw or none."),
+            click.option("--optimizer-impl", help="Its kind: foreach, fused or for-loop (default: torch's choice)."),
+            click.option("--dtype", help="Type of the weights: float32, bfloat16 or float16."),
+            click.option("--amp", help="Autocast of forward and loss: bfloat16 or float16. The weights stay float32."),
             click.option("--tf32/--no-tf32", default=None,
-                         help="Whether float32 is computed as TF32 on CUDA; default: torch's."),
-            click.option("--zero-grad", help="When gradients go: before (forward; the default), after (the optimizer), "
-                         "keep (they are set to zero and stay) or none (they add up)."),
-            click.option("--clip-grad-norm", type=float, help="Clip the norm of all gradients before the optimizer."),
+                         help="Compute float32 as TF32 on CUDA, or not (default: torch's)."),
+            click.option("--zero-grad", help="When gradients are freed: before forward (default), after the optimizer, "
+                         "never but set to zero (keep), or never (none)."),
+            click.option("--clip-grad-norm", type=float, help="Clip the norm of all gradients to this."),
             click.option("--accumulate", type=click.IntRange(min=1),
-                         help="Forward and backward so many times, a batch each, before the optimizer."),
+                         help="Run forward and backward so many times, a batch each, before the optimizer."),
             click.option("--release-gradients", is_flag=True, default=None,
-                         help="Step each parameter in backward, as soon as its gradient is there, and free that."),
-            click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities."),
-            click.option("--task", help="What a model of hf:CONFIG.json is for: causal-lm, image-classification, ..."),
-            click.option("--attention", help="sdpa or eager (transformers)."),
+                         help="Step each parameter in backward when its gradient is there, and free the gradient."),
+            click.option("--dropout", type=float, help="Dropout probability, instead of the model's own."),
+            click.option("--task", help="Task of a model of hf:CONFIG.json: causal-lm, image-classification, ..."),
+            click.option("--attention", help="Attention: sdpa or eager (transformers)."),
             click.option("--use-cache/--no-use-cache", default=None,
-                         help="Whether decoders copy keys and values for generation, as transformers does by default."),
+                         help="Let decoders copy keys and values for generation, as transformers does, or not."),
         )
     ):  # fmt: skip
         command = option(command)

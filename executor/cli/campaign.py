@@ -12,9 +12,14 @@ from traces.commands import Output, analysis_option, output_options
 
 @click.command()
 @click.argument("cases")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory; default: campaign-NAME.")
-@click.option("--device", help="cpu or cuda, instead of what the file says.")
-@click.option("--only", default="", help="Run only cases whose label has this in it (* and ? allowed).")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Directory of the result (default: campaign-NAME).",
+)
+@click.option("--device", help="Run on cpu or cuda, instead of what the file says.")
+@click.option("--only", default="", help="Run only cases whose label contains this; * and ? match anything.")
 @analysis_option
 @output_options
 def campaign(

@@ -31,11 +31,11 @@ def _settings(steps: int, verify: bool, **given: Any) -> Settings:
 
 
 MEASURING: Final = (
-    click.option("--device", default="cpu", show_default=True, help="cpu or cuda."),
+    click.option("--device", default="cpu", show_default=True, help="Run on cpu or cuda."),
     click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True,
-                 help="Training steps that are compared with the untouched model."),
+                 help="Training steps to compare with the untouched model."),
     click.option("--memory-steps", type=click.IntRange(min=1), default=5, show_default=True,
-                 help="Iterations whose peak memory is measured; after the first they count as steady."),
+                 help="Iterations whose peak memory is measured. All but the first count as steady."),
     click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
                  help="Iterations before the timed ones."),
     click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True,
@@ -44,10 +44,14 @@ MEASURING: Final = (
                  help="Compare losses, gradients, parameters, buffers and random state with eager."),
 )  # fmt: skip
 MODEL: Final = click.option(
-    "--model", default="", help="Build this instead of what the file names (the same step elsewhere)."
+    "--model",
+    default="",
+    help="Build this model, such as file.py:build, instead of the one that the file names.",
 )
 TRUST: Final = click.option(
-    "--trust", is_flag=True, help="Run the Python file that the plan or the trace names as its model."
+    "--trust",
+    is_flag=True,
+    help="Allow to run the Python file that the plan or the trace names as its model.",
 )
 
 
@@ -63,9 +67,9 @@ def execute() -> None:
     execute plan.json --json
     execute sweep DIR                      the plans that `simulate sweep -o DIR` made
     execute campaign cpu -o DIR            how wrong predictions are, over many models and budgets
-    execute errors TRACE -o errors.json    by how much approximate formats change the gradient
-    execute rehearse train.py --gpu h100   your own loop on a GPU that is not there: its memory
-    execute plan.json --rehearse h100      the planned step there
+    execute errors TRACE -o errors.json    how much approximate formats change the gradient
+    execute rehearse train.py --gpu h100   the memory of your own loop on a GPU that is not there
+    execute plan.json --rehearse h100      the memory of the planned step there
 
     What is no subcommand goes to `execute run`; see `execute run --help` for the options.
     """
@@ -79,9 +83,9 @@ execute.add_command(rehearse)
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=OutputFile(), help="Save the measurement as JSON.")
 @click.option(
-    "--rehearse", "rehearsed_on", help="Measure nothing: run on this GPU, which is not there (h100, ...)."
+    "--rehearse", "rehearsed_on", help="Rehearse on this GPU, which is not there, instead of measuring."
 )
-@click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
+@click.option("--trace", "trace_name", help="Trace of the plan, for the pictures of the report.")
 @TRUST
 @commands.gathered("settings", _settings, MODEL, *MEASURING)
 @output_options
@@ -94,7 +98,9 @@ def run_plan(
     settings: Settings,
     out: Output,
 ) -> None:
-    """Execute PLAN (made by `simulate ... -o plan.json`), each variant in a fresh process.
+    """Train by PLAN, which `simulate -o` wrote, and compare it with the untouched model.
+
+    Each measurement runs in a fresh process.
 
     Exit code 1: the planned step did not compute what the untouched model computes, its measured peak is over the
     budget, or (--rehearse) it does not fit.
@@ -149,12 +155,10 @@ def run_plan(
 @click.argument("plan", type=click.Path(path_type=Path))
 @MODEL
 @TRUST
-@click.option(
-    "-o", "--output", type=OutputFile(), help="Write the selective-checkpoint policy as a Python file."
-)
+@click.option("-o", "--output", type=OutputFile(), help="Write the policy to this Python file.")
 @commands.json_option
 def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output) -> None:
-    """What PLAN comes to for those who keep their tools, each with the peak that it is predicted to need itself."""
+    """Write PLAN as selective checkpointing, and predict the peak of that and of every n-th layer checkpointed."""
     from executor.exports import exports
     from executor.matching import check_trusted
     from traces.files.whole import write_text
@@ -178,12 +182,14 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
 
 @execute.command()
 @click.argument("what", metavar="TRACE_OR_PLAN")
-@click.option("-o", "--output", type=OutputFile(), required=True, help="Where the answer goes.")
+@click.option(
+    "-o", "--output", type=OutputFile(), required=True, help="Write the errors, or the plan, to this file."
+)
 @MODEL
 @TRUST
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--levers", metavar="NAMES", help="Which formats (default: all that are approximate).")
-@click.option("--max-gradient-error", type=float, help="Measure no more of a format once it is over that.")
+@click.option("--device", default="cpu", show_default=True, help="Run on cpu or cuda.")
+@click.option("--levers", metavar="NAMES", help="Formats to measure (default: all).")
+@click.option("--max-gradient-error", type=float, help="Stop measuring a format whose error is larger.")
 @commands.quiet_option
 def errors(
     what: str,
@@ -195,9 +201,9 @@ def errors(
     max_gradient_error: float | None,
     out: Output,
 ) -> None:
-    """By how much approximate formats change the gradient of one step on its batch, for `simulate --errors`.
+    """Measure how much approximate formats change the gradient of one step on its batch, for `simulate --errors`.
 
-    Of a PLAN: by how much it changes the gradient as a whole, written into the plan.
+    Given a plan, measure how much it changes the gradient as a whole, and write that into the plan.
     """
     from executor.fitting.gradient_errors import ANY, LOSSY, gradient_errors, with_error
     from executor.matching import check_kind, check_trusted
@@ -237,7 +243,7 @@ def errors(
 @commands.gathered("settings", _settings, *MEASURING)
 @output_options
 def sweep(directory: Path, analysis: str | None, trust: bool, settings: Settings, out: Output) -> None:
-    """Measure the plans of a sweep: DIRECTORY is what `simulate sweep MODEL ... -o DIRECTORY` made.
+    """Measure the plans of a sweep, which `simulate sweep MODEL -o DIRECTORY` made.
 
     The figures of each row are written into DIRECTORY/sweep.json.
     """

@@ -27,19 +27,21 @@ APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 @click.command()
 @click.argument("model")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--gpu", required=True, help="Of the device table: h100, a100-80, rtx-4090, t4, ...")
+@click.option("--gpu", required=True, help="GPU of `trace targets`, such as h100 or rtx-4090.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Apply this plan to the model.")
 @click.option(
     "--iterations",
     type=click.IntRange(min=1),
     default=5,  # as many as a prediction plays: reserved memory may grow until then
     show_default=True,
-    help="How many are run; of a script, after how many optimizer steps it is ended.",
+    help="Iterations to run. A script ends after so many optimizer steps.",
 )
-@click.option("--alloc-conf", default="", help="PYTORCH_ALLOC_CONF, as expandable_segments:True.")
-@click.option("--snapshot", type=OutputFile(), help="Write torch's memory snapshot here (simulate replay).")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--alloc-conf", default="", help="PYTORCH_ALLOC_CONF, such as expandable_segments:True.")
+@click.option(
+    "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate replay`."
+)
 @step_options
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the batch.")
 @answer_options
 def rehearse(
     model: str,

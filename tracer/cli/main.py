@@ -18,10 +18,10 @@ from traces.units import show_bytes, show_time
 @click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="lowtide")
 def trace() -> None:
-    """Record one training step of a model as a profiled operator trace.
+    """Record one training step of a model as data: every op and storage, with sizes and times.
 
     \b
-    trace resnet152 --batch-size 32 -o resnet152-b32       no GPU, no activation memory
+    trace resnet152 --batch-size 32 -o resnet152-b32       without a GPU
     trace bert-base --batch-size 16 --seq-len 512 --target h200
     trace my_training.py:build --device cuda               measured on this machine's GPU
     trace show resnet152-b32
@@ -33,27 +33,28 @@ def trace() -> None:
 
 @trace.command("run")
 @click.argument("model")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Directory of the trace (default: the model's name).",
+)
+@click.option("-f", "--force", is_flag=True, help="Replace a trace that is there.")
+@click.option(
+    "--target", help="Record the step of this device of `trace targets`, such as h100 (default: cpu)."
+)
+@click.option("--device", help="Measure the step on this machine's cpu or cuda. Without it nothing runs.")
 @step_options
-@click.option("--target", help="The device whose ops and times are wanted: h200, h100, a100-80, ..., cpu.")
+@click.option("--shapes", help="Record a trace of each shape of a range, such as seq-len=16:512.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the batch.")
 @click.option(
-    "--device", help="Measure for real on cpu or cuda. Without it nothing is run and nothing allocated."
+    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Timed rounds of --device."
 )
 @click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Timed rounds (--device)."
+    "--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before the timed ones."
 )
-@click.option(
-    "--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before them."
-)
-@click.option("--profile", type=click.Path(path_type=Path), help="The device profile to use and to fill.")
-@click.option("--no-profile", is_flag=True, help="Use no device profile and fill none.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--shapes", help="Record a trace of each shape of a range, such as seq-len=16:512 (see the manual)."
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the trace; default: its name."
-)
-@click.option("-f", "--force", is_flag=True, help="Replace a trace that stands there.")
+@click.option("--profile", type=click.Path(path_type=Path), help="Device profile to use and to add to.")
+@click.option("--no-profile", is_flag=True, help="Use no device profile, and add to none.")
 @answer_options
 def run_model(
     model: str,
@@ -147,9 +148,7 @@ def record_shapes(
 
 @trace.command()
 @click.argument("directory")
-@click.option(
-    "--top", type=click.IntRange(min=0), default=10, show_default=True, help="Rows of the largest tables."
-)
+@click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Rows of each table.")
 @json_option
 def show(directory: str, top: int, out: Output) -> None:
     """Print what is in the trace in DIRECTORY (a path, or a name from the gallery)."""
