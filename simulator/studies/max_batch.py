@@ -27,6 +27,7 @@ from simulator.studies.rows import columns
 from simulator.studies.tracing import Traced
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
+from traces.records.plan import ALLOCATED, RESERVED
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
@@ -60,6 +61,11 @@ class Request:
         if memory is None:
             raise SpecError("name the device with --gpu, or its memory with --memory.")
         return memory
+
+    @property
+    def memory(self) -> str:
+        """Which memory must fit: `allocated` on a CPU, else `reserved`."""
+        return ALLOCATED if self.device.kind == CPU else RESERVED
 
     def targeted(self) -> Request:
         """The same, with `trace` told the device unless its words name another."""
@@ -116,17 +122,12 @@ class MaxBatch:
     def _repr_html_(self) -> str:
         return framed(repr(self).strip("<>"), self.table())
 
-    @property
-    def memory(self) -> str:
-        """Which memory must fit: `allocated` on a CPU, else `reserved`."""
-        return "allocated" if self.request.device.kind == CPU else "reserved"
-
-    def peak_bytes(self, figures: RunFigures | None) -> int | None:
-        """The peak of that memory."""
-        return None if figures is None else figures.headline()[f"peak_{self.memory}_bytes"]
+    def probe(self, batch_size: int) -> Probe | None:
+        return next((p for p in self.probes if p.batch_size == batch_size), None)
 
     def table(self) -> Table:
         """A row for each batch size that was traced."""
+        memory = self.request.memory
 
         def fits(p: Probe) -> Cell:
             retries = f", {p.retries_a_step} retries" if p.retries_a_step else ""
@@ -140,56 +141,44 @@ class MaxBatch:
             self.probes,
             columns(
                 "batch_size",
-                (self.memory, "bytes", lambda p: self.peak_bytes(p.untouched)),
+                (memory, "bytes", lambda p: p.untouched.peak_bytes(memory)),
                 ("fits", "", fits),
-                (f"{self.memory} with plan", "bytes", lambda p: self.peak_bytes(p.plan)),
+                (f"{memory} with plan", "bytes", lambda p: p.plan and p.plan.peak_bytes(memory)),
                 ("overhead", NUMBER, overhead),
-                (
-                    "plan fits",
-                    "",
-                    lambda p: yes() if p.plan_fits else Cell("") if p.plan_fits is None else no(),
-                ),
+                ("plan fits", "", lambda p: {True: yes(), False: no(), None: Cell("")}[p.plan_fits]),
                 ("", "", lambda p: p.message or UNKNOWN),
             ),
             caption="Every batch size that was traced. Where no plan was made, the overhead is what any plan must at "
             "least cost.",
         ).known()
 
-    def probe(self, batch_size: int) -> Probe | None:
-        return next((p for p in self.probes if p.batch_size == batch_size), None)
-
     def lines(self) -> list[str]:
         """The answer to read: the probes, then the two batch sizes."""
-        r, what = self.request, self.memory
-        lines = [f"{r.traced.model} on {r.device.room()}", *self.table().without("plan fits", "").lines()]
-        limit = show_bytes(r.device.usable_bytes)
-        best, planned = self.probe(self.without_plan), self.probe(self.with_plan)
-        if best is None:
-            lines.append(f"without a plan: not even batch {r.multiple_of} fits")
-        else:
-            peak = show_bytes(self.peak_bytes(best.untouched))
-            lines.append(f"without a plan: batch {best.batch_size} ({what} {peak} of {limit})")
-        price = f"of at most +{r.overhead_percent:g} %"
+        r, best, planned = self.request, self.probe(self.without_plan), self.probe(self.with_plan)
+        price = f"with a plan of at most +{r.overhead_percent:g} %: batch {self.with_plan}"
+
+        def of(figures: RunFigures) -> str:
+            return f"({r.memory} {show_bytes(figures.peak_bytes(r.memory))} of {show_bytes(r.device.usable_bytes)})"
+
+        lines = [
+            f"{r.traced.model} on {r.device.room()}",
+            *self.table().without("plan fits", "").lines(),
+            f"without a plan: not even batch {r.multiple_of} fits"
+            if best is None
+            else f"without a plan: batch {best.batch_size} {of(best.untouched)}",
+        ]
         if planned is not None and planned.plan is not None:
-            peak = show_bytes(self.peak_bytes(planned.plan))
             added = show_percent(planned.overhead_percent, signed=True)
-            lines.append(
-                f"with a plan {price}: batch {planned.batch_size} at {added} ({what} {peak} of {limit}): "
-                f"{r.traced.directory / planned.plan_path}"
-            )
+            lines.append(f"{price} at {added} {of(planned.plan)}: {r.traced.directory / planned.plan_path}")
         elif best is not None:
-            lines.append(f"with a plan {price}: batch {self.with_plan}; no plan makes room for more")
+            lines.append(f"{price}; no plan makes room for more")
         if self.stopped_at_maximum:
             lines.append(f"The search stopped at {self.with_plan}; --max tries more.")
         return [*lines, self.provenance, *(f"warning {text}" for text in self.warnings)]
 
     def to_json(self) -> dict[str, Any]:
         r = self.request
-
-        def found(batch_size: int) -> dict[str, Any]:
-            probe = self.probe(batch_size)
-            return {"batch_size": batch_size} if probe is None else probe.to_json()
-
+        probes = {p.batch_size: p.to_json() for p in self.probes}
         return {
             "record": "max-batch",
             "model": r.traced.model,
@@ -202,12 +191,13 @@ class MaxBatch:
             "multiple_of": r.multiple_of,
             "maximum": r.maximum,
             "stopped_at_maximum": self.stopped_at_maximum,
-            "without_plan": found(self.without_plan),
-            "with_plan": found(self.with_plan),
+            **{key: probes.get(size, {"batch_size": size}) for key, size in (
+                ("without_plan", self.without_plan), ("with_plan", self.with_plan)
+            )},
             "provenance": self.provenance,
             "warnings": list(self.warnings),
-            "probes": [p.to_json() for p in self.probes],
-        }
+            "probes": [*probes.values()],
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -224,22 +214,21 @@ class _Search:
         """How far so many bytes are over what there is, as a share of it."""
         return nbytes / max(1, self.request.device.usable_bytes) - 1
 
-    def problem(self, batch_size: int) -> Problem:
-        trace, device = self.load(batch_size), self.request.device
+    def traced(self, batch_size: int) -> Prediction:
+        """The step with everything saved, which is an empty plan's."""
+        trace, device, question = self.load(batch_size), self.request.device, self.request.question
         if kind_of(trace.meta) != device.kind:
             raise SpecError(
                 f"the trace holds the graph of a {kind_of(trace.meta).upper()}, and {device.name} is a "
                 f"{device.kind.upper()}; leave --target and --device to --gpu."
             )
-        return Problem(trace, self.request.question.constraints)
+        return completed(predict(Problem(trace, question.constraints), question.setting(trace.meta)))
 
     def without(self, batch_size: int) -> Verdict:
         """Whether the untouched model's step fits."""
         if batch_size not in self.probes:
-            problem = self.problem(batch_size)
-            c = completed(predict(problem, self.request.question.setting(problem.trace.meta)))
+            c = self.said[batch_size] = self.traced(batch_size)
             plain = untouched_fit(c)
-            self.said[batch_size] = c
             self.probes[batch_size] = Probe(
                 batch_size=batch_size,
                 untouched=plain.figures(),
@@ -261,12 +250,10 @@ class _Search:
         """Whether a plan within the price fits."""
         if self.without(batch_size).fits:
             return Verdict(fits=True, excess=self.floor_excess(batch_size))
-        probe, excess = self._plan(self.said[batch_size].problem, self.probes[batch_size])
+        probe, excess = self._plan(self.said[batch_size], self.probes[batch_size])
         self.probes[batch_size] = probe
-        outcome = probe.message.split(". ")[0]
-        if probe.plan_fits:
-            outcome = f"a plan fits at {probe.overhead_percent:+.2f} %"
-        self.say(f"batch {batch_size}: {outcome}")
+        added = f"a plan fits at {probe.overhead_percent:+.2f} %" if probe.plan_fits else ""
+        self.say(f"batch {batch_size}: {added or probe.message.split('. ')[0]}")
         return Verdict(fits=bool(probe.plan_fits), excess=max(excess, self.floor_excess(batch_size)))
 
     def floor_excess(self, batch_size: int) -> float:
@@ -282,35 +269,31 @@ class _Search:
         at_a, at_b = self.floor_excess(a), self.floor_excess(b)
         return int((a - at_a * (b - a) / (at_b - at_a)) // step) * step if at_b > at_a else 0
 
-    def _plan(self, problem: Problem, probe: Probe) -> tuple[Probe, float]:
+    def _plan(self, c: Prediction, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
-        request = self.request
+        question, price = self.request.question, self.request.overhead_percent
         if probe.baseline_fits:  # the captured graph alone makes room
-            empty = replace(probe, plan=probe.baseline, overhead_percent=0.0, plan_fits=True)
-            return self._saved(empty, self.said[probe.batch_size]), _over(0.0, request.overhead_percent)
-        usable, price = request.device.usable_bytes, request.overhead_percent
+            probe = replace(probe, plan=probe.baseline, overhead_percent=0.0, plan_fits=True)
+            return self._saved(probe, c), _over(0.0, price)
         none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
             return none, 0.0
-        bound = lower_bound(problem, usable, request.question.levers)
+        bound = lower_bound(c.problem, self.request.device.usable_bytes, question.levers)
         least = bound.overhead_percent
         if not bound.feasible:
             return none, SLIGHTLY
         if least > price:
-            why = bound.least()
-            return replace(none, overhead_percent=least, message=why), _over(least, price)
-        found = ask(problem, request.question)
-        if (c := found.found) is None:
-            figures = found.refusal.figures if isinstance(found.refusal, Infeasible) else {}
-            lowest = int(figures.get("lowest_peak_bytes") or 0)
-            return replace(none, message=str(found.refusal)), max(SLIGHTLY, self.over(lowest))
-        cost, fit = c.overhead_percent, c.planned_fit
-        fits = bool(fit.fits) and cost <= price
-        why = f"the plan that was found adds {cost:.2f} %" if cost > price else fit.out_of_memory
+            return replace(none, overhead_percent=least, message=bound.least()), _over(least, price)
+        answer = ask(c.problem, question)
+        if answer.found is None:
+            refused = answer.refusal
+            lowest = refused.figures.get("lowest_peak_bytes") if isinstance(refused, Infeasible) else None
+            return replace(none, message=str(refused)), max(SLIGHTLY, self.over(lowest or 0))
+        c, cost = answer.found, answer.found.overhead_percent
+        fits, over = bool(c.planned_fit.fits) and cost <= price, _over(cost, price)
+        why = f"the plan that was found adds {cost:.2f} %" if cost > price else c.planned_fit.out_of_memory
         probe = replace(probe, plan=c.planned_figures, overhead_percent=cost, plan_fits=fits, message=why)
-        if fits:
-            return self._saved(probe, c), _over(cost, price)
-        return probe, max(SLIGHTLY, _over(cost, price))
+        return (self._saved(probe, c), over) if fits else (probe, max(SLIGHTLY, over))
 
     def _saved(self, probe: Probe, c: Prediction) -> Probe:
         """The probe with the file of the plan that fits."""
