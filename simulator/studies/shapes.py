@@ -15,6 +15,7 @@ from typing import Any, Final
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_over
+from simulator.core.budget import MOST_BYTES
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.levers import rewritten_problem
@@ -44,6 +45,9 @@ class ShapePeak:
     runs: str  # PLAN, SAVED or REFUSED: the plan is for another graph
     peak_allocated_bytes: int  # refused, with everything saved
 
+    def to_json(self) -> dict[str, Any]:
+        return {**self.sizes, "runs": self.runs, "peak_allocated_bytes": self.peak_allocated_bytes}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomSteps:
@@ -71,71 +75,64 @@ class OverShapes:
         return max(self.peaks, key=lambda p: p.peak_allocated_bytes)
 
     @property
-    def over(self) -> tuple[ShapePeak, ...]:
+    def over(self) -> list[ShapePeak]:
         """The shapes that exceed a budget of allocated memory."""
-        limit = self.budget_bytes
-        if limit is None or self.budget_of == RESERVED:
-            return ()
-        return tuple(p for p in self.peaks if p.peak_allocated_bytes > limit)
+        limit = MOST_BYTES if self.budget_bytes is None or self.budget_of == RESERVED else self.budget_bytes
+        return [p for p in self.peaks if p.peak_allocated_bytes > limit]
 
-    @property
-    def refused(self) -> tuple[ShapePeak, ...]:
-        return tuple(p for p in self.peaks if p.runs == REFUSED)
+    def running(self, way: str) -> list[ShapePeak]:
+        """The shapes that run so."""
+        return [p for p in self.peaks if p.runs == way]
 
     @property
     def holds(self) -> bool:
-        """Whether every shape that was looked at runs within the budget, and the random steps in it and the device."""
+        """True if every shape that was looked at runs within the budget, and the random steps in it and the device."""
+        if self.over or self.running(REFUSED):
+            return False
         limit, r = self.budget_bytes, self.reserved
-        enough = limit is None or self.budget_of != RESERVED or r is None or r.peak_reserved_bytes <= limit
-        return enough and not self.over and not self.refused and (r is None or not r.out_of_memory)
+        if r is None:
+            return True
+        return not r.out_of_memory and (
+            limit is None or self.budget_of != RESERVED or r.peak_reserved_bytes <= limit
+        )
 
     def to_json(self) -> dict[str, Any]:
-        def told(p: ShapePeak) -> dict[str, Any]:
-            return {**p.sizes, "runs": p.runs, "peak_allocated_bytes": p.peak_allocated_bytes}
-
         r = self.reserved
         return {
             "asked": self.shapes.text,
             "count": self.shapes.count,
             "looked_at": len(self.peaks),
             "holds": self.holds,
-            "worst": told(self.worst),
+            "worst": self.worst.to_json(),
             "over_budget": [p.sizes for p in self.over],
-            "refused": [p.sizes for p in self.refused],
-            "everything_saved": [p.sizes for p in self.peaks if p.runs == SAVED],
+            "refused": [p.sizes for p in self.running(REFUSED)],
+            "everything_saved": [p.sizes for p in self.running(SAVED)],
             "reserved": r and {name: getattr(r, name) for name in RandomSteps.__slots__},
-            "peaks": [told(p) for p in self.peaks],
+            "peaks": [p.to_json() for p in self.peaks],
         }
 
     def lines(self) -> list[str]:
         """The answer to read."""
-        count, looked, worst = self.shapes.count, len(self.peaks), self.worst
+        count, looked, worst, r = self.shapes.count, len(self.peaks), self.worst, self.reserved
         which = f"all {count:,}" if looked == count else f"{looked} of {count:,}"
         lines = [
             f"shapes  {which} shapes of {self.shapes.text} looked at: the highest peak is "
             f"{show_bytes(worst.peak_allocated_bytes)}, at {in_words(worst.sizes)}"
         ]
-        saved = [p for p in self.peaks if p.runs == SAVED]
         for peaks, what in (
             (self.over, "over the budget"),
-            (self.refused, "for which the plan is refused, since they have another graph"),
-            (saved, "that run with everything saved, since a size of one makes other ops"),
+            (self.running(REFUSED), "for which the plan is refused, since they have another graph"),
+            (self.running(SAVED), "that run with everything saved, since a size of one makes other ops"),
         ):
-            if peaks:
-                lines.append(f"        {len(peaks)} {what}: {_few(peaks)}")
-        if self.reserved is not None:
-            r = self.reserved
+            shown = "; ".join([*(in_words(p.sizes) for p in peaks[:4]), *(["..."] if len(peaks) > 4 else [])])
+            lines += [f"        {len(peaks)} {what}: {shown}"] if peaks else []
+        if r is not None:
             lines.append(
                 f"        {r.steps} steps of random shapes reserve {show_bytes(r.peak_reserved_bytes)} (the largest "
                 f"alone {show_bytes(r.alone_bytes)}), nothing more after step {r.flat_from}"
                 + (f"; {r.out_of_memory}" if r.out_of_memory else "")
             )
         return lines
-
-
-def _few(peaks: Sequence[ShapePeak]) -> str:
-    shown = "; ".join(in_words(p.sizes) for p in peaks[:4])
-    return f"{shown}; ..." if len(peaks) > 4 else shown
 
 
 def over_shapes(

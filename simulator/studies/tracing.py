@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from simulator.prediction.ask import Say
-from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
 from traces.files.whole import write_text
 from traces.model_spec import file_digest, short_name, source_digest
 from traces.processes import ending_with_this
-from traces.records.device_profile import cache_directory, load_identity
+from traces.records.device_profile import cache_directory
 from traces.records.store import load
 from traces.records.trace import Trace
 
@@ -88,11 +87,7 @@ def _fingerprint(directory: Path) -> str:
 
 
 def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:
-    """The command, the user's own file, the versions that are installed here, and the device profiles.
-
-    Counts: for a step on fake tensors, the bytes of every profile that it may have its costs from. Ignores: this
-    machine's speed, which `--device` measures.
-    """
+    """The command, the user's own file, the versions that are installed here, and the device profiles."""
     return {
         "command": list(words),
         "source": source_digest(model),
@@ -125,19 +120,8 @@ def _profiles(words: Sequence[str]) -> str:
     if "--no-profile" in words or _value(words, "--device") is not None:
         return ""
     named = _value(words, "--profile")
-    if named is not None:
-        return file_digest(Path(named))
-    try:
-        kind = device(_value(words, "--target") or "cpu").kind
-    except LowtideError:
-        return ""  # which `trace` will refuse
-    parts = []
-    for path in sorted(cache_directory().glob("*.parquet")):
-        try:
-            if load_identity(path).kind == kind:
-                parts.append(file_digest(path))
-        except LowtideError:
-            continue  # which `trace` passes over as well
+    paths = sorted(cache_directory().glob("*.parquet")) if named is None else [Path(named)]
+    parts = [file_digest(path) for path in paths]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if parts else ""
 
 

@@ -144,7 +144,7 @@ def test_a_size_of_one_runs_with_everything_saved() -> None:
 
 def test_another_graph_is_refused() -> None:
     found = asked("seq-len=1:5", other_graph(2))
-    assert [p.sizes for p in found.refused] == [{"seq_len": 2}]
+    assert [p.sizes for p in found.running(REFUSED)] == [{"seq_len": 2}]
     assert found.peaks[1].runs == REFUSED
     assert not found.holds
 
@@ -153,7 +153,7 @@ def test_a_slice_that_takes_all_is_the_same_graph() -> None:
     found = asked("seq-len=2:5", lambda n: step(n, view=ALIAS if n == 5 else SLICE))
     assert {p.runs for p in found.peaks} == {PLAN}
     found = asked("seq-len=2:5", lambda n: step(n, view=ALIAS if n == 5 else "aten.t.default"))
-    assert len(found.refused) == 3
+    assert len(found.running(REFUSED)) == 3
 
 
 def test_another_step_at_the_largest_shape_is_an_error() -> None:

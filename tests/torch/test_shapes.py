@@ -23,7 +23,7 @@ from simulator.api import simulate  # noqa: E402
 from simulator.bounds.instants import Instants  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.studies.shapes import PLAN, SAVED, over_shapes  # noqa: E402
+from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, recompute_all  # noqa: E402
 from tests.torch.test_sizes import transformers  # noqa: E402
@@ -126,7 +126,7 @@ def test_a_model_that_decides_by_sizes() -> None:
         assert ("aten.sin.default" in one.ops.target) == (sizes["seq_len"] % 2 == 0)
     longest = traces[-1][1]
     found = over_shapes(simulate(longest, plan_of(longest, *recompute_all(Problem(longest)))), shapes, traces)
-    assert [p.sizes["seq_len"] for p in found.refused] == [2, 4, 6, 8]
+    assert [p.sizes["seq_len"] for p in found.running(REFUSED)] == [2, 4, 6, 8]
     assert not found.holds
 
 
