@@ -68,8 +68,8 @@ def apply(model):
 
 
 def exports(plan: Plan, model: str = "") -> dict[str, Any]:
-    """What each export of a plan needs: the object that `execute export --json` prints, with the file as `policy`.
-    `model` is built instead of what the plan names.
+    """Return what each export of a plan needs: the object that `execute export --json` prints, with the file as
+    `policy`. `model` is built instead of what the plan names.
 
     Raises:
         PlanError: the plan has rewrites; the model has no repeated blocks, or is another than the plan's.
@@ -88,7 +88,7 @@ def exports(plan: Plan, model: str = "") -> dict[str, Any]:
 
 
 def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
-    """What each export of a plan needs on a device that is there, or in a process on the null driver."""
+    """Return what each export of a plan needs on a device that is there, or in a process on the null driver."""
     given = Plan.from_json(plan)
     meta, budget = given.meta, given.budget_bytes
     trace = recorded_again(meta, model, meta.device).trace
@@ -124,8 +124,9 @@ def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
-    """Of each block, the calls whose results the plan saves: that are there when forward has ended. Blocks of which it
-    saves everything that backward reads are left alone."""
+    """Return, for each block, the calls whose results the plan saves: those that are there when forward has ended.
+    Blocks of which it saves everything that backward reads are left alone.
+    """
     ops, schedule = problem.trace.ops, problem.replay(plan.actions).schedule
     there = schedule.made_by(schedule.forward_steps)
     seen: dict[str, Counter[str]] = defaultdict(Counter)

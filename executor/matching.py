@@ -1,4 +1,4 @@
-"""Whether a plan, and its predicted times, are for the device at hand."""
+"""Check whether a plan, and its predicted times, are for the device at hand."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_kind(meta: TraceMeta, device: str) -> None:
 
 
 def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
-    """Whether the times of a trace are those of the device, so that they can be set beside measured ones.
+    """Return whether the times of a trace are those of the device, so that they can be set beside measured ones.
 
     Counts: the kind of device; of GPUs the board, by the driver's name (measured) or the entry in the device table
     (fake). Ignores: which CPU it is, since the table has one entry for all of them. `gpu`: the GPU's name as the driver

@@ -36,7 +36,7 @@ _PATIENCE: Final = 40  # iterations that it may skip while it looks for its scal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one fresh process does."""
+    """The task of one fresh process."""
 
     variant: str
     plan_path: str
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """What comes back from a process."""
+    """The answer of a process."""
 
     figures: RunFigures
     environment: dict[str, str]

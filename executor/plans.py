@@ -100,7 +100,7 @@ def measure_plan(
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
 
     def if_it_fits(variant: str, what: str) -> JobResult:
-        """What is beside the plan: often a plan is made because that does not fit."""
+        """Return what is beside the plan: often a plan is made because that does not fit."""
         try:
             return job(variant)
         except OutOfMemoryProblem as error:
@@ -156,7 +156,7 @@ def measure_plan(
 
 
 def other_threads(meta: TraceMeta, environment: Mapping[str, str]) -> str:
-    """What must be said where a CPU's trace was measured with other threads than the step; "": nothing."""
+    """Return what must be said where a CPU's trace was measured with other threads than the step; "": nothing."""
     now = environment.get("threads", "")
     if not meta.threads or not now or str(meta.threads) == now or meta.device != "cpu":
         return ""

@@ -149,7 +149,7 @@ def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verificatio
 
 
 def _with_control(outcome: Verification, build: BuildStep, device: str, steps: int) -> Verification:
-    """The same verdict, and whether two untouched models differ from each other as well."""
+    """Return the same verdict, and whether two untouched models differ from each other as well."""
     control = _compare(build, None, None, device, steps)
     if control.bit_equal:
         return outcome
@@ -223,7 +223,7 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
 
 
 def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-    """Whether two tensors of one layout hold the same bits: 0 and -0, which are equal, do not."""
+    """Return whether two tensors of one layout hold the same bits: 0 and -0, which are equal, do not."""
     if x is None or y is None:
         return x is y
     pair = [v.detach() for v in (x, y)]

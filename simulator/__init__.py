@@ -25,7 +25,7 @@ __all__ = ["Infeasible", "bound", "compare", "max_batch", "pareto", "plan", "sim
 
 
 def __getattr__(name: str) -> Any:
-    """What the package offers, imported when it is first asked for."""
+    """Return what the package offers, imported when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "simulator.planners.outcome" if name == "Infeasible" else "simulator.api"

@@ -113,7 +113,7 @@ def plan(
 def bound(
     trace: Source, budget: Budget, *, never: Sequence[str] = (), always_save: Sequence[str] = ()
 ) -> Bound:
-    """What every plan within a budget of allocated memory must add to the step's time at least, certified.
+    """Return what every plan within a budget of allocated memory must add to the step's time at least, certified.
 
     Returns:
         `added_time_ns`, `overhead_percent` and the `reason`; `feasible` is False where certainly no plan fits.

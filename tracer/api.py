@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Of the step and of its loop; None: not given. `trace` says what they are."""
+    """Options of the step and of its loop; None: not given. `trace` says what they are."""
 
     batch_size: int | None
     seq_len: int | None
@@ -48,7 +48,9 @@ R = TypeVar("R")
 
 
 def _names_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """The same for Python: what it refuses names arguments where the command would name flags (`inspect.unwrap`)."""
+    """Return the same for Python: what it refuses names arguments where the command would name flags
+    (`inspect.unwrap`).
+    """
     arguments = (*signature(function).parameters, *Options.__annotations__)
     names = "|".join(sorted(arguments, reverse=True)).replace("_", "-")  # batch-size before batch
 
@@ -296,7 +298,7 @@ def in_hand(
     around: dict[str, Any],
     seed: int,
 ) -> BuildStep:
-    """What builds the step of a model in hand."""
+    """Return what builds the step of a model in hand."""
     from torch import nn
 
     from tracer.capture.refusals import check_capturable

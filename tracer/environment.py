@@ -1,4 +1,4 @@
-"""What figures depend on beside the step: versions of libraries, threads, the GPU and its settings."""
+"""Tell what figures depend on beside the step: versions of libraries, threads, the GPU and its settings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def _version(package: str) -> str:
-    """Of an installed package; "" if it is not."""
+    """Return the version of an installed package; "" if it is not installed."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return ""
 
 
 def environment(device: str) -> dict[str, str]:
-    """What the figures of a run on that device ("cpu", "cuda", "cuda:1") depend on, beside the plan."""
+    """Return what the figures of a run on that device ("cpu", "cuda", "cuda:1") depend on, beside the plan."""
     out = {
         **versions(),
         "machine": platform.machine(),

@@ -42,14 +42,14 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileUse:
-    """What to do with device profiles."""
+    """The use of device profiles."""
 
     path: Path | None = None  # instead of the user's own file
     off: bool = False  # neither read nor written
 
     @classmethod
     def of(cls, profile: str | Path | Literal[False] | None) -> ProfileUse:
-        """As the argument of `trace` says it."""
+        """Return it as the argument of `trace` says it."""
         return cls(path=Path(profile) if profile else None, off=profile is False)
 
 
@@ -225,7 +225,7 @@ def record_real(
 
 
 def _known(target: Device, build: BuildStep, use: ProfileUse, say: Say) -> DeviceProfile | None:
-    """What was measured on that device before."""
+    """Return what was measured on that device before."""
     found = None if use.off else find(identity_wanted(target, build.policy.get("tf32")), use.path)
     if found is not None and found.warning:
         say(f"warning: {found.warning}")

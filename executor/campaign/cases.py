@@ -53,7 +53,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What `--only` is matched with."""
+        """Return what `--only` is matched with."""
         return f"{self.step} save-all" if self.budget == NONE else f"{self.step} {self.budget} {self.planner}"
 
 

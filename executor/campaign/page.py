@@ -1,4 +1,4 @@
-"""What a campaign found, predicted beside measured: as tables for a terminal and a page, and as JSON."""
+"""Show what a campaign found, predicted beside measured: as tables for a terminal and a page, and as JSON."""
 
 from __future__ import annotations
 

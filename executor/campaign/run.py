@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came out of one case."""
+    """The result of one case."""
 
     case: Case
     status: str
@@ -66,7 +66,7 @@ def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What the cases of one step share."""
+    """The common part of one step's cases."""
 
     trace: Path
     failed: list[LowtideError] = field(default_factory=list)  # why there is no trace
@@ -105,7 +105,7 @@ def run_campaign(campaign: Campaign, root: Path, say: Say, *, only: str = "") ->
 
 
 def _result(case: Case, method: Method, step: _Step, plan: Path, say: Say) -> Result:
-    """What comes out of a case, also where it is an error."""
+    """Return what comes out of a case, also where it is an error."""
     try:
         found = _measured(case, method, step, plan, say)
     except LowtideError as error:

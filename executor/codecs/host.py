@@ -21,7 +21,7 @@ import torch
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Copy:
-    """What a ticket stands for."""
+    """The copy that a ticket stands for."""
 
     host: torch.Tensor  # bytes
     here: torch.Tensor | None  # the value, until it is handed on

@@ -82,7 +82,7 @@ def new_tensor(
 
 
 def lies_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor's numbers lie one after another in memory, in whatever order."""
+    """Return whether a tensor's numbers lie one after another in memory, in whatever order."""
     expected = 1
     for step, n in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
         if step != expected:

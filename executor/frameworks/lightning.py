@@ -83,6 +83,6 @@ class PlanCallback(FirstBatchCallback, Callback):
 
 
 def _forgets_gradients(pl_module: Any) -> bool:
-    """Whether Lightning itself sets the gradients to None before each backward, or each first of several."""
+    """Return whether Lightning itself sets the gradients to None before each backward, or each first of several."""
     own = type(pl_module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
     return bool(pl_module.automatic_optimization) and not own

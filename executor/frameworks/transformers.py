@@ -54,8 +54,9 @@ class PlanCallback(FirstBatchCallback, TrainerCallback):
 
 
 def _loss(outputs: Any) -> torch.Tensor:
-    """What the trainer differentiates: the model's own loss; of TRL's fused outputs, of which it makes the loss itself,
-    the log-probabilities of tokens and what a mixture of experts adds."""
+    """Return what the trainer differentiates: the model's own loss; of TRL's fused outputs, of which it makes the loss
+    itself, the log-probabilities of tokens and what a mixture of experts adds.
+    """
     fused = getattr(outputs, "log_probs", None)
     if not isinstance(fused, torch.Tensor):
         return loss_of(outputs)
@@ -66,7 +67,9 @@ def _loss(outputs: Any) -> torch.Tensor:
 def _counted_by_tensor(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with the count of items as a tensor: a number is part of the graph, and each would be another."""
+    """Return the same call with the count of items as a tensor: a number is part of the graph, and each would be
+    another.
+    """
     if type(kwargs.get(COUNT)) is int:
         where = next(model.parameters()).device
         kwargs = {**kwargs, COUNT: torch.tensor(kwargs[COUNT], device=where)}

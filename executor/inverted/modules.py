@@ -80,7 +80,7 @@ _AS_THEY_ARE = ("Identity", "LinearActivation", "ReLU", "Sigmoid", "Softmax", "T
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What `convert` replaced, and what not and why: by the module's name in the model."""
+    """The modules that `convert` replaced, and those that it did not and why, by name."""
 
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)

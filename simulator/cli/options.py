@@ -1,4 +1,4 @@
-"""What the subcommands of `simulate` share: the options of a question, and where answers go."""
+"""Share between the subcommands of `simulate`: options and what they mean, and where answers go."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def show(out: Output, found: Shown) -> None:
 
 
 def _output(as_json: bool, quiet: bool, report: Path | None = None) -> Output:
-    """What the modules inside log is told too."""
+    """Return what the modules inside log is told too."""
     logger = logging.getLogger("lowtide")
     logger.setLevel(logging.INFO)
     logger.handlers = [] if quiet else [_Told()]

@@ -1,4 +1,4 @@
-"""What a budget means that a user types: bytes, a size, or a share of the step's own peak."""
+"""Read a budget as a user types it: bytes, a size, or a share of the step's own peak."""
 
 from __future__ import annotations
 

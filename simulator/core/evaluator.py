@@ -26,7 +26,7 @@ from traces.records.plan import RECOMPUTE, SAVE, Action
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """What a plan decides, by storage id; made by `Evaluator.state` and edited in place by planners.
+    """The decisions of a plan, by storage id; made by `Evaluator.state` and edited in place by planners.
 
     `saved` says which storages are saved from forward to backward, `retained` which are retained once they have come
     back (arrays of 0 and 1); `evictions` maps the position of an op to the storages, saved or not, evicted after it.
@@ -130,7 +130,7 @@ class Evaluator:
         return last
 
     def _takeovers(self, made_forward: list[bool], last: list[tuple[int, bool]]) -> None:
-        """What each op adds, leaves behind and frees as far as the trace decides it, and what it may take over."""
+        """Return what each op adds, leaves and frees as far as the trace decides it, and what it may take over."""
         problem, ops, sts = self.problem, self.trace.ops, self.trace.storages
         self.rise = [problem.transient_bytes[i] for i in self.op_id]
         self.settled = [0] * len(self.op_id)  # bytes
@@ -205,11 +205,11 @@ class Evaluator:
             self.work_space(2 * len(self._work.peak_bytes) - self.forward)
 
     def sequence(self, steps: int) -> NDArray[np.int32]:
-        """Of the walk before, of so many steps: the op of each step after forward, ~op if it runs again."""
+        """Return the op of each step after forward, of the walk before, of so many steps; ~op if it runs again."""
         return cast("NDArray[np.int32]", self._work.op[self.forward : steps].copy())
 
     def peaks(self, steps: int) -> NDArray[np.int64]:
-        """Of the walk before: the most that is allocated while each of so many steps runs."""
+        """Return the most that is allocated while each of so many steps runs, of the walk before."""
         return cast("NDArray[np.int64]", self._work.peak_bytes[:steps].copy())
 
     def read_by(self, positions: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -222,7 +222,7 @@ class Evaluator:
         return out
 
     def work_space(self, count: int) -> Work:
-        """What `kernels.walk` works in, with room for so many steps at least, and leaves its steps in."""
+        """Return what `kernels.walk` works in, with room for so many steps at least, and leaves its steps in."""
         if len(self._work.peak_bytes) < count:
             self._work = self._work._replace(**steps(count, len(self.op_id)))
         return self._work
@@ -270,7 +270,7 @@ def evaluator_of(problem: Problem) -> Evaluator:
 
 
 def without(evictions: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
-    """The same evictions, but for one storage."""
+    """Return the same evictions, but for one storage."""
     if not any(storage in e for e in evictions.values()):
         return evictions
     left = {k: tuple(s for s in e if s != storage) for k, e in evictions.items()}

@@ -1,4 +1,4 @@
-"""What a trace says under constraints whatever the plan: which values may go, what may run again, what each op adds."""
+"""Work out what a trace says under constraints whatever the plan: what may go, may run again, and what each op adds."""
 
 from __future__ import annotations
 
@@ -136,18 +136,18 @@ class Facts:
         self.transient_bytes, self.created_bytes = tuple(transient_bytes), created_bytes
 
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
-        """What `make` makes of these facts; made when it is first asked for under that key."""
+        """Return what `make` makes of these facts; made when it is first asked for under that key."""
         if key not in self._once:
             self._once[key] = make(self)
         return cast(T, self._once[key])
 
     def is_evictable(self, storage: int) -> bool:
-        """Whether a plan may let a storage be absent between two uses."""
+        """Return whether a plan may let a storage be absent between two uses."""
         return self.rebuildable[storage] and not self.pinned[storage]
 
     @cached_property
     def unconstrained(self) -> Self:
-        """The same trace for a reader who knows of no constraints."""
+        """Return the same trace for a reader who knows of no constraints."""
         return type(self)(self.trace) if self.constraints else self
 
 

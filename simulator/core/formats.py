@@ -34,7 +34,7 @@ class Format:
 
     @property
     def exact(self) -> bool:
-        """Whether every bit comes back."""
+        """True if every bit comes back."""
         return not self.scales and not self.of_activations
 
     def payload_bytes(self, elements: int) -> int:
@@ -44,7 +44,8 @@ class Format:
         return -(-elements // GROUP) * (SCALE_BYTES * self.scales + GROUP * self.bits // 8)
 
     def pack_events(self, elements: int, item_bytes: int) -> tuple[int, ...]:
-        """What packing numbers of so many bytes each allocates (+bytes) and frees (-bytes), in order, as `Ops.events`.
+        """Return what packing numbers of so many bytes each allocates (+bytes) and frees (-bytes), in order, as
+        `Ops.events`.
 
         Ignores: the 12 bytes in which torch puts a number on the CPU, for a pass.
         """
@@ -52,7 +53,7 @@ class Format:
         return self._events(self.payload_bytes(elements), elements, self.buffers, bounds)
 
     def unpack_events(self, elements: int, item_bytes: int) -> tuple[int, ...]:
-        """What unpacking them allocates and frees."""
+        """Return what unpacking them allocates and frees."""
         points = (1 << self.bits) * item_bytes
         return self._events(elements * item_bytes, elements, min(1, self.buffers), points)
 

@@ -1,4 +1,4 @@
-"""What the user allows a planner: time, a seed, and what no plan may do."""
+"""Hold what the user allows a planner: time, a seed, and what no plan may do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What no plan may do, as selectors of ops (`module glob :: op glob`).
+    """The things that no plan may do, as selectors of ops (`module glob :: op glob`).
 
     `never`: these ops do not run again. `always_save`: what these ops make is saved.
     """
@@ -28,7 +28,7 @@ class Constraints:
         return bool(self.never or self.always_save)
 
     def to_json(self) -> dict[str, Any]:
-        """As a plan records them; those that are not given are left out."""
+        """Return them as a plan records them; those that are not given are left out."""
         out: dict[str, Any] = {}
         if self.never:
             out["never"] = list(self.never)
@@ -58,7 +58,7 @@ class Limits:
         return Clock(deadline=min(now() + self.seconds, self.until))
 
     def together(self) -> Limits:
-        """The same for several plans, which all together take no more than `seconds` from now on."""
+        """Return the same for several plans, which all together take no more than `seconds` from now on."""
         return replace(self, until=self.clock().deadline)
 
 
@@ -90,7 +90,7 @@ class Levers:
             )
 
     def allows(self, exactness: str) -> bool:
-        """Whether gradients may be so far from the untouched step's."""
+        """Return whether gradients may be so far from the untouched step's."""
         return EXACTNESS.index(exactness) <= EXACTNESS.index(ALLOW[self.allow])
 
 

@@ -27,7 +27,7 @@ class Problem(Facts):
         self._replayed: tuple[tuple[Action, ...], Replay] | None = None
 
     def replay(self, actions: Iterable[Action] = ()) -> Replay:
-        """What a plan's actions come to, by the exact replay; asked at once for the same ones, the same. Raises
+        """Return what a plan's actions come to, by the exact replay; asked at once for the same ones, the same. Raises
         PlanError if an action is impossible, or a chain needs an op that may not run again.
         """
         wanted = tuple(actions)

@@ -23,7 +23,7 @@ from traces.records.trace import CATEGORIES, VIEW, WORKSPACE, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What memory and time a schedule takes, step by step, as columns; peaks and totals are derived.
+    """The memory and time that a schedule takes, step by step, as columns; peaks and totals are derived.
 
     `peak_bytes[k]` is the most that is allocated while step k runs, `live_bytes[k]` what is left when it has ended.
     """
@@ -128,7 +128,7 @@ class Replay:
 
 
 def replay(facts: Facts, actions: Iterable[Action]) -> Replay:
-    """What a plan's actions come to; raises PlanError as `schedule.build` does. See `Facts.replay`."""
+    """Return what a plan's actions come to; raises PlanError as `schedule.build` does. See `Facts.replay`."""
     schedule = build(facts, actions)
     return Replay(schedule=schedule, timeline=run(facts, schedule))
 
@@ -143,7 +143,7 @@ class Holding:
 
 
 def holdings(trace: Trace, schedule: Schedule, step: int) -> tuple[Holding, ...]:
-    """What is allocated while `step` runs, outputs included and workspace left out, largest first."""
+    """Return what is allocated while `step` runs, outputs included and workspace left out, largest first."""
     sts = trace.storages
     present = {s for s, p in enumerate(sts.producer) if p < 0} | schedule.made_by(step)
     present.discard(schedule.takes[step])

@@ -51,7 +51,7 @@ class Schedule:
 
 
 def rerun_workspace_bytes(facts: Facts, schedule: Schedule) -> int:
-    """What libraries hold because of the ops that a schedule runs again in backward's thread; in forward's they ran."""
+    """Return what libraries hold because of ops that run again in backward's thread; in forward's they ran."""
     first = schedule.forward_steps
     steps = zip(schedule.op[first:], schedule.recompute[first:], strict=True)
     return max((facts.rerun_bytes[o] for o, rerun in steps if rerun), default=0)
@@ -110,7 +110,7 @@ def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
 
 
 def _check_evictions(facts: Facts, action: Action, name: str) -> None:
-    """What the user's own code reads or holds while forward runs is not evicted there: nothing would bring it back."""
+    """Refuse to evict in forward what the user's own code reads or holds there: nothing would bring it back."""
     trace, s = facts.trace, action.storage
     for c in action.evict_after:
         if not 0 <= c < len(trace.ops):
@@ -247,7 +247,7 @@ class _Building:
             self.made_from[i] = tuple(map(self.instance.__getitem__, reads))
 
     def _missing(self, i: int, consumer: int) -> bool:
-        """Whether the value of op i, as `consumer` reads it, is absent."""
+        """Return whether the value of op i, as `consumer` reads it, is absent."""
         if self.facts.is_view[i]:
             if not all(map(self.present.__getitem__, self.reads[i])):
                 return True
@@ -271,7 +271,7 @@ class _Building:
         return rebuilt
 
     def _ahead(self, s: int, c: int) -> bool:
-        """Whether an op after c reads storage s before the plan has it absent again."""
+        """Return whether an op after c reads storage s before the plan has it absent again."""
         sts = self.trace.storages
         crosses = self.saved[s] or c >= self.forward_end
         return sts.last_forward_use[s] > c or (crosses and sts.last_backward_use[s] > c)

@@ -39,7 +39,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What constraints mean for one trace."""
+    """The ops and storages that constraints mean in one trace."""
 
     never: frozenset[int]  # ops that must not run again
     always_saved: frozenset[int]  # storages of forward that must not be computed again
@@ -62,7 +62,7 @@ def check_selectors(constraints: Constraints) -> None:
 
 
 def module_matches(glob: str, path: str) -> bool:
-    """Whether the path is that of a matching module, or of one inside it."""
+    """Return whether the path is that of a matching module, or of one inside it."""
     return bool(path) and _covers(glob.split("."), path.split("."))
 
 
@@ -75,7 +75,7 @@ def _covers(globs: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def op_matches(glob: str, target: str) -> bool:
-    """Whether the op glob matches `aten.mm.default`, `aten.mm` or `mm`."""
+    """Return whether the op glob matches `aten.mm.default`, `aten.mm` or `mm`."""
     parts = target.split(".")
     names = {target, ".".join(parts[:2]), parts[1] if len(parts) > 1 else target}
     return any(fnmatchcase(name, glob) for name in names)

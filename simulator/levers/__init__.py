@@ -27,7 +27,7 @@ def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
 
 
 def edited(editing: Editing, rewrites: Iterable[Rewrite]) -> Editing:
-    """The same editing, once the rewrites are made. Raises PlanError if one means nothing in its trace."""
+    """Return the same editing, once the rewrites are made. Raises PlanError if one means nothing in its trace."""
     for rewrite in in_order(rewrites):
         LEVERS[rewrite.kind].edit(editing, rewrite)
     return editing
@@ -55,13 +55,13 @@ def rewritten_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
 
 
 def checked(step: Problem) -> Problem:
-    """The same step; raises TraceError if its trace contradicts itself."""
+    """Return the same step; raises TraceError if its trace contradicts itself."""
     step.once(validate, lambda p: validate(p.trace))
     return step
 
 
 def draft_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
-    """The same, its trace not checked: for a comparison of many."""
+    """Return the same, its trace not checked: for a comparison of many."""
     key = tuple(replace(r, op="", error=None) for r in rewrites)  # by what the edits ask for
     if not key:
         return problem
@@ -74,7 +74,7 @@ def draft_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
 
 
 def ops_take_ns(problem: Problem, rewrites: Iterable[Rewrite]) -> int:
-    """What the ops of a changed step take at least, quickly found."""
+    """Return what the ops of a changed step take at least, quickly found."""
     adds = (problem.once(("adds", r), lambda p, r=r: LEVERS[r.kind].adds_ns(p, r)) for r in rewrites)  # type: ignore[misc]
     return problem.trace.time_ns + sum(adds)
 

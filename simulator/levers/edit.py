@@ -140,7 +140,7 @@ class Editing:
         (self._made if value in self._made else self._values).remove(value)
 
     def there(self, op: Op) -> bool:
-        """Whether an op has not been taken out."""
+        """Return whether an op has not been taken out."""
         return op not in self._instead
 
     def position(self, op: Op) -> int:
@@ -160,7 +160,7 @@ class Editing:
 
     @property
     def values(self) -> list[Value]:
-        """What there is, in the order in which it is made."""
+        """Return what there is, in the order in which it is made."""
         if self._made:
             number = {op: i for i, op in enumerate(self.order)}
             behind = list(accumulate((number[v.producer] if v.producer else -1 for v in self._values), max))
@@ -171,7 +171,7 @@ class Editing:
         return self._values
 
     def once(self, of: Callable[[Trace], Known]) -> Known:
-        """What a function says of the trace as it was, asked once for all rewrites."""
+        """Return what a function says of the trace as it was, asked once for all rewrites."""
         if of not in self._known:
             self._known[of] = of(self.source)
         return cast(Known, self._known[of])

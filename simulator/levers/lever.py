@@ -23,7 +23,7 @@ SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a plan is looked for."""
+    """The question that plans are made for."""
 
     levers: Levers
     budget_bytes: int = 0

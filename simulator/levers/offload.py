@@ -49,7 +49,7 @@ def offer(problem: Problem) -> Iterator[Rewrite]:
 
 
 def ladders(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
-    """What is offered and host memory has room for; the two smallest sets are tried first.
+    """Return what is offered and host memory has room for; the two smallest sets are tried first.
 
     Raises:
         SpecError: nobody says how fast copies are.
@@ -59,8 +59,9 @@ def ladders(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterat
 
 
 def _rungs(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[tuple[Rewrite, ...]]:
-    """Of what is offered and host memory has room for, sets worth a plan, each placed for itself: as few of those that
-    hide as make room for everything else; or else half of them, all, and rising numbers of the rest."""
+    """Return sets worth a plan, of what is offered and host memory has room for, each placed for itself: as few of
+    those that hide as make room for everything else; or else half of them, all, and rising numbers of the rest.
+    """
     trace, left = problem.trace, wish.levers.host_bytes
     rate = wish.levers.host_bytes_per_s or rewrites[0].bytes_per_s
     if not rate:
@@ -211,8 +212,9 @@ class _Step:
         return need
 
     def hidden(self, values: Iterable[int], rate: int) -> list[int]:
-        """Of values, tried one after the other, those whose copies all hide behind the ops, and of which none is there
-        at the peak."""
+        """Try values one after the other; return those whose copies all hide behind the ops, and of which none is there
+        at the peak.
+        """
         sts, start, saved = self.trace.storages, self.start, self.problem.saved
         peak_op = saved.schedule.op[saved.timeline.peak_step]
         later = [i for i in self.graph[BACKWARD] if i > peak_op]
@@ -254,7 +256,7 @@ class _Step:
         return out_before, in_before
 
     def fits(self, values: Collection[int], rate: int, budget_bytes: int) -> bool:
-        """Whether everything else can be saved while these wait."""
+        """Return whether everything else can be saved while these wait."""
         out_before, in_before = self._copies(values, rate)
         change = [0] * len(self.trace.ops)
         for s in values:
@@ -281,7 +283,7 @@ class _Step:
 
 
 def host_bytes(trace: Trace, rewrites: Iterable[Rewrite]) -> int:
-    """What waits in host memory at most: all that is copied there, when forward ends."""
+    """Return what waits in host memory at most: all that is copied there, when forward ends."""
     return sum(pinned_bytes(trace.storages.nbytes[r.storage]) for r in rewrites if r.bytes_per_s)
 
 

@@ -53,14 +53,15 @@ def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
 
 
 def by_price(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
-    """Those for which a byte costs less than the last one that recomputation saves; all, if that is not known."""
+    """Return those whose byte costs less than the last one that recomputation saves; all, if that is not known."""
     ns, nbytes = wish.price
     return ladder([cheaper(problem.trace, rewrites, ns, nbytes) if nbytes else tuple(rewrites)])
 
 
 def ranked(problem: Problem, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[Rewrite, int, int]]:
-    """What can be packed, with the bytes that each saves from forward to backward, and the time that it takes in ns;
-    first what saves most for its time. One storage may be there in several formats, of which a plan takes one."""
+    """Return what can be packed, with the bytes that each saves from forward to backward, and the time that it takes in
+    ns; first what saves most for its time. One storage may be there in several formats, of which a plan takes one.
+    """
     trace, sts = problem.trace, problem.trace.storages
     rate, found = problem.once(pass_rate, lambda f: pass_rate(f.trace)), []
     users = problem.once(users_of, lambda f: users_of(f.trace))
@@ -81,8 +82,9 @@ def ranked(problem: Problem, kinds: Collection[str] = tuple(FORMATS)) -> list[tu
 
 
 def cheaper(trace: Trace, rewrites: Iterable[Rewrite], ns: int, nbytes: int) -> tuple[Rewrite, ...]:
-    """Those that take less time for a byte that they save than so many ns for so many bytes; none where all of that is
-    less than a thousandth of the step."""
+    """Return those that take less time for a byte that they save than so many ns for so many bytes; none where all of
+    that is less than a thousandth of the step.
+    """
     rate, found, gain = pass_rate(trace), [], 0
     for r in rewrites:
         saved, moved = costs(trace, r.storage, r.kind)
@@ -276,7 +278,7 @@ class Packing:
             op.overwrites = value if op.overwrites is self.value else op.overwrites
 
     def _taken(self, op: Op, instead: Op, value: Value) -> list[Op]:
-        """What an op takes in the place of the maker: that, too, or alone, if it takes something else that it makes."""
+        """Return what an op takes in the place of the maker: that, too, or alone, if it takes something else of its."""
         views = {v for x in op.inputs if x.flags & VIEW for v in x.reads}
         others = [v for v in op.reads if v.producer is self.made_by and v not in (*views, self.value)]
         if not others:

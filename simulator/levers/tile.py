@@ -70,7 +70,7 @@ def ladders(problem: Problem, rewrites: Sequence[Rewrite], _: Wish) -> Iterator[
 
 
 def told(_: Trace, rewrites: Sequence[Rewrite]) -> str:
-    """What runs in tiles, and in how many."""
+    """Return what runs in tiles, and in how many."""
     tiles: dict[int, list[str]] = {}
     for r in rewrites:
         tiles.setdefault(r.number, []).append(r.op)
@@ -99,7 +99,7 @@ def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
 
 
 def names(trace: Trace, s: int) -> tuple[str, str]:
-    """Of the ops that stand for a storage's stretch, in forward and in backward."""
+    """Return the names of the ops that stand for a storage's stretch, in forward and in backward."""
     name = f"{trace.ops.name[trace.storages.producer[s]]}_tiles"
     return name, f"{name}_backward"
 
@@ -202,13 +202,13 @@ def _unmade(editing: Editing, result: Result) -> Value:
 
 
 def _sum_bytes(trace: Trace, s: int) -> int:
-    """Of a sum as a stretch leaves it: some losses lie in the memory of what they added up."""
+    """Return the size of a sum as a stretch leaves it: some losses lie in the memory of what they added up."""
     sts = trace.storages
     return math.prod(sts.shape[s]) * ITEM_BYTES.get(sts.dtype[s], 0) or sts.nbytes[s]
 
 
 def _figures(editing: Editing, stretch: Stretch, part: Part, number: int) -> dict[str, Any]:
-    """What the op of a part has in common in both phases."""
+    """Return what the op of a part has in common in both phases."""
     ops = editing.source.ops
     body = [i for i, _ in part.body]
     given = (editing.standing(editing.op[i]) for i, _ in part.inputs if i >= 0)
@@ -269,7 +269,7 @@ def _time_ns(trace: Trace, part: Part, number: int, rate: tuple[int, int], least
 def _events(
     trace: Trace, stretch: Stretch, part: Part, number: int, factor_bytes: int = 0
 ) -> tuple[int, ...]:
-    """What the tiles allocate and free: weights, a factor of one, whole results of rows, then tile by tile."""
+    """Return what the tiles allocate and free: weights, a factor of one, whole results of rows, then tile by tile."""
     own = OwnEvents()
     for k, targets in enumerate(stretch.weights):
         own.events += (targets, 8, 8 * targets, -8 * targets, 4, -8, -targets)

@@ -45,7 +45,7 @@ def silent(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What was asked of one trace, and the plan that was found, or the refusal."""
+    """The question about one trace, and the plan that was found, or the refusal."""
 
     question: Question
     trace_name: str
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def bound(self) -> Bound | None:
-        """What every plan within the budget adds at least, with the levers that are allowed; None: no budget."""
+        """Return what every plan within the budget adds at least, with the levers that are allowed; None: no budget."""
         limit, levers = self.budget_bytes, self.question.levers
         if limit is None:
             return None
@@ -86,7 +86,7 @@ class Answer:
         return left_out(self.asked.problem, self.question.levers)
 
     def to_json(self) -> dict[str, Any]:
-        """What `simulate TRACE --json` prints: without a plan the same keys, its figures empty, and why."""
+        """Return what `simulate TRACE --json` prints: without a plan the same keys, its figures empty, and why."""
         from simulator.prediction.loop_peaks import planned_peaks, untouched_peaks
 
         c, bound = self.found or self.asked, self.bound
@@ -151,7 +151,7 @@ def _run(trace: Trace, replay: Replay, fit: DeviceFit) -> dict[str, Any]:
 
 
 def _device(saved: DeviceFit, planned: DeviceFit | None) -> dict[str, Any] | None:
-    """What the device has, and whether both runs fit; `planned` is None where there is no plan."""
+    """Return what the device has, and whether both runs fit; `planned` is None where there is no plan."""
     if saved.device is None:
         return None
     return {

@@ -63,7 +63,7 @@ def ladders(problem: Problem, wish: Wish) -> list[Ladder]:
 
 
 def climb(of: Sequence[Ladder], worth: Callable[[Rewrites], int | Worth]) -> Rewrites:
-    """Of each ladder none or one rung, those that together are worth most; of equals those that were tried first.
+    """Choose none or one rung of each ladder, those that together are worth most; of equals the first that was tried.
 
     One ladder after the other, and all of them again while that helps: the best of its first rungs; if that is no worse
     than none, on to the next while that is better.
@@ -157,7 +157,7 @@ class Slower:
 
 
 class Worth(NamedTuple):
-    """What a step is worth: one that may have a plan most, the shorter the more; of others those that need less."""
+    """The worth of a step: most if it may have a plan, the shorter the more; else the more, the less it needs."""
 
     feasible: bool
     less: int  # its time, or of one without a plan its floor, below 0
@@ -196,14 +196,14 @@ class Chooser:
         return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(self.budget_bytes))
 
     def quick_ns(self, rewrites: Rewrites, enough_ns: int) -> int:
-        """What plans of the step so changed take at least, as soon found as that is enough."""
+        """Return what plans of the step so changed take at least, as soon found as that is enough."""
         step = draft_problem(self.problem, rewrites)
         if (alone_ns := _least_ns(step, 0)) >= enough_ns or enough_ns >= MOST:
             return alone_ns
         return _least_ns(step, bounder_of(step).quick_ns(self.budget_bytes, enough_ns - step.trace.time_ns))
 
     def worth(self, rewrites: Rewrites) -> Worth:
-        """What the step so changed is worth."""
+        """Return what the step so changed is worth."""
         if rewrites not in self.judged:
             self.judged[rewrites] = self._judge(rewrites)
         return self.judged[rewrites]

@@ -138,8 +138,9 @@ def lowest_floor(problem: Problem, levers: Levers) -> int:
 
 
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
-    """What every plan within the budget adds at least, with these levers or without; if there is more to choose than
-    the number of tiles of one head, in the combinations that were tried."""
+    """Return what every plan within the budget adds at least, with these levers or without; if there is more to choose
+    than the number of tiles of one head, in the combinations that were tried.
+    """
     bound = _lower_bound(problem, budget_bytes, levers)
     if (bound.added_time_ns or not bound.feasible) and (joined := with_loss(problem, levers)) is not None:
         of, mine = joined

@@ -1,4 +1,4 @@
-"""What the user's loop needs, first and steady iteration and each phase: as it is, and with a plan."""
+"""Work out what the user's loop needs, in its first and steady iteration and each phase: as it is, and with a plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoopPeaks:
 
     @property
     def steady(self) -> RunFigures:
-        """What the iterations after the first come to, of which one that asks for new memory may have larger blocks."""
+        """The iterations after the first; one that asks for new memory may have larger blocks."""
         later = [f.peak_block_bytes or 0 for f in steady(self.iterations)]
         return replace(self.iterations[-1], peak_block_bytes=max(later) or None)
 
@@ -86,7 +86,7 @@ def held_bytes(f: RunFigures) -> int | None:
 
 
 def untouched_peaks(c: Prediction) -> LoopPeaks:
-    """What the step needs when the model runs untouched, in the ordinary loop.
+    """Return what the step needs when the model runs untouched, in the ordinary loop.
 
     Counts: of a GPU's trace with the requests of the untouched loop, what the allocator makes of them. Otherwise the
     steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose ops take over
@@ -102,7 +102,7 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
 
 
 def planned_peaks(c: Prediction) -> LoopPeaks:
-    """What it needs with the plan; without one, what the captured graph needs with everything saved.
+    """Return what it needs with the plan; without one, what the captured graph needs with everything saved.
 
     Counts and ignores: as the replay does, and on a GPU as `reserved_peak` does; in the first iteration the optimizer's
     state comes when its first step begins.
@@ -166,7 +166,7 @@ def _figures(f: AllocatorFigures) -> RunFigures:
 
 
 def _raised(f: RunFigures, more: int) -> RunFigures:
-    """As much more at the peak; nothing reserves less than its blocks."""
+    """Return them with as much more at the peak; nothing reserves less than its blocks."""
     if not more:
         return f
     raised = replace(f, peak_allocated_bytes=(f.peak_allocated_bytes or 0) + more)

@@ -43,7 +43,7 @@ class Planning(TypedDict, total=False):
 
 
 class Changing(Planning, total=False):
-    """The same, and how a plan may change the step beside recomputing."""
+    """Options of plans, and how a plan may change the step beside recomputing."""
 
     # "bit": gradients equal in every bit; "fp": but for rounding (a loss head in tiles, whose logits then do not
     # exist); "approximate": within a measured error.
@@ -59,7 +59,7 @@ class Changing(Planning, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked about a trace; nothing in it is of one trace."""
+    """A question about any trace; nothing in it is of one trace."""
 
     budget: str | int | None = (
         None  # bytes, a size, a share of the step's own peak, or DEVICE; None: no limit
@@ -101,7 +101,7 @@ class Question:
         return self.budget if isinstance(self.budget, int) else parse_budget(self.budget, whole), of
 
     def of_planner(self) -> Question:
-        """The same of a planner by itself. Raises SpecError if it is of changes of the step beside."""
+        """Return the same of a planner by itself. Raises SpecError if it is of changes of the step beside."""
         if self.levers not in (BIT_EXACT, NOTHING):
             raise SpecError("planners are looked at by themselves here: leave allow and levers out.")
         return replace(self, levers=NOTHING, alone=True)

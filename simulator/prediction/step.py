@@ -1,4 +1,4 @@
-"""What one step needs: replayed with everything saved, with a plan, and as the untouched model runs it."""
+"""Predict what one step needs: replayed with everything saved, with a plan, and as the untouched model runs it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Prediction:
 
     @property
     def saved_fit(self) -> DeviceFit:
-        """What the step needs of the device with everything saved."""
+        """Return what the step needs of the device with everything saved."""
         return self._fit(self.problem.unconstrained, (), self.saved, self.setting)
 
     @property
     def planned_fit(self) -> DeviceFit:
-        """What it needs with the plan."""
+        """Return what it needs with the plan."""
         return self._fit(self.step, self.plan.actions, self.planned, self.planned_setting)
 
     @property
@@ -119,7 +119,7 @@ class Prediction:
         return figures_table(runs, ("overhead", "+percent", lambda run: run[2]), title="run")
 
     def whole_bytes(self, budget_of: str) -> int:
-        """What 100 % of a budget stands for. Raises SpecError: a budget of reserved memory for a CPU's trace."""
+        """Return what 100 % of a budget stands for. Raises SpecError: a budget of reserved memory for a CPU's trace."""
         if budget_of == ALLOCATED:
             return self.saved.timeline.peak_allocated_bytes
         if self.saved_fit.reserved is None:
@@ -166,7 +166,7 @@ def predict(
 
 
 def untouched_fit(c: Prediction) -> DeviceFit:
-    """What the step needs when the model runs untouched, in the ordinary loop.
+    """Return what the step needs when the model runs untouched, in the ordinary loop.
 
     Counts: what `untouched_peak_bytes` counts; for blocks and reserved memory the requests that the trace has of the
     untouched loop, and of a trace without them that no op takes over its input's memory. Ignores: there, all else.

@@ -1,4 +1,4 @@
-"""What must be said beside a prediction: codes with their figures, and the one table that puts them into words."""
+"""Say what must be said beside a prediction: codes with their figures, and the one table that puts them into words."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def texts_beside_untouched(c: Prediction) -> tuple[str, ...]:
 
 
 def warnings_of(problem: Problem) -> tuple[PredictionWarning, ...]:
-    """What must be said beside any figure of a trace, whatever the plan."""
+    """Return what must be said beside any figure of a trace, whatever the plan."""
     return warnings(predict(problem, setting_of(problem.trace.meta)))
 
 
@@ -106,7 +106,7 @@ def texts_of(problem: Problem) -> list[str]:
 
 
 def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
-    """What must be said beside the figures of a prediction, the gravest first; empty if nothing."""
+    """Return what must be said beside the figures of a prediction, the gravest first; empty if nothing."""
     return tuple(PredictionWarning(code=code, subject=of, figures=f) for code, of, f in _found(c))
 
 

@@ -32,7 +32,7 @@ class Text:
 
 
 def warned(texts: Iterable[str]) -> tuple[Text, ...]:
-    """What must be said beside figures."""
+    """Return what must be said beside figures."""
     return tuple(Text(text, "warning") for text in texts)
 
 

@@ -72,7 +72,7 @@ def provenance(trace: Trace) -> str:
 
 
 def metadata(trace: Trace) -> Table:
-    """What the trace records about itself, and its figures."""
+    """Return what the trace records about itself, and its figures."""
     told = {
         k: v
         for k, v in trace.meta.to_json().items()
@@ -102,7 +102,9 @@ def headline(found: Answer) -> tuple[Block, ...]:
 
 
 def in_words(found: Answer) -> list[tuple[str, str]]:
-    """What there is to say of an answer, each with a word before it; none with what goes on about the one before."""
+    """Return what there is to say of an answer, each with a word before it; none with what goes on about the one
+    before.
+    """
     c = found.planned
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
     lines = [("budget", _budget(found))]
@@ -315,7 +317,7 @@ def recomputations(trace: Trace, replay: Replay) -> tuple[Recomputation, ...]:
 
 
 def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
-    """What runs again, by op."""
+    """Return what runs again, by op."""
     trace, ops = c.step.trace, c.step.trace.ops
     found = recomputations(trace, c.planned)
     if not found:

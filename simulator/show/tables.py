@@ -35,12 +35,12 @@ def percent_cell(value: float | None, *, signed: bool = False, digits: int = 2) 
 
 
 def yes(text: str = "yes") -> Cell:
-    """What is as it should be."""
+    """Show what is as it should be."""
     return Cell(text, tone="good")
 
 
 def no(text: str = "no") -> Cell:
-    """What is not."""
+    """Show what is not as it should be."""
     return Cell(text, tone="bad")
 
 
@@ -69,7 +69,7 @@ class Table:
     caption: str = ""
 
     def texts(self) -> list[tuple[str, ...]]:
-        """What every row shows."""
+        """Return what every row shows."""
         return [tuple(map(_text, row)) for row in self.rows]
 
     def _only(self, at: Sequence[int]) -> Table:

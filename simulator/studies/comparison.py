@@ -82,7 +82,7 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
 
 
 def verdict(row: Row) -> Cell:
-    """Whether there is a plan, and what else is to be said of it."""
+    """Return whether there is a plan, and what else is to be said of it."""
     if not row.feasible:
         known = row.lowest_peak_bytes
         return no(row.message if known is None else f"no plan; lowest peak {show_bytes(known)}")

@@ -40,7 +40,7 @@ RECOMPUTE_ALONE: Final = "recompute"
 
 
 def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study[Reach]:
-    """What each lever alone does to the step, and all of a class together.
+    """Return what each lever alone does to the step, and all of a class together.
 
     Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
     floor, of other kinds all that is offered. Ignores: that fewer may do. As in plans, the step is that of model and
@@ -99,7 +99,7 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
 
 
 def _each_alone(problem: Problem) -> dict[str, tuple[Rewrite, ...]]:
-    """Of each kind that a step offers, the rewrites with the lowest floor."""
+    """Return the rewrites with the lowest floor, of each kind that a step offers."""
     found: dict[str, tuple[Rewrite, ...]] = {}
     for kind in LEVERS:
         with suppress(SpecError):  # nobody says how fast copies to host memory are

@@ -39,7 +39,7 @@ SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is ov
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `simulate max-batch` was asked for.
+    """The question of `simulate max-batch`.
 
     Raises:
         SpecError: no device is named, or allocator settings for a CPU.
@@ -68,7 +68,7 @@ class Request:
         return ALLOCATED if self.device.kind == CPU else RESERVED
 
     def targeted(self) -> Request:
-        """The same, with `trace` told the device unless its words name another."""
+        """Return the same, with `trace` told the device unless its words name another."""
         words = self.traced.words
         if self.device.kind == CPU or any(w.partition("=")[0] in ("--target", "--device") for w in words):
             return self
@@ -202,7 +202,7 @@ class MaxBatch:
 
 @dataclass(slots=True)
 class _Search:
-    """What is known so far about each batch size."""
+    """All that is known so far about each batch size."""
 
     request: Request
     load: Callable[[int], Trace]
@@ -225,7 +225,7 @@ class _Search:
         return completed(predict(Problem(trace, question.constraints), question.setting(trace.meta)))
 
     def without(self, batch_size: int) -> Verdict:
-        """Whether the untouched model's step fits."""
+        """Return whether the untouched model's step fits."""
         if batch_size not in self.probes:
             c = self.said[batch_size] = self.traced(batch_size)
             plain = untouched_fit(c)
@@ -247,7 +247,7 @@ class _Search:
         return Verdict(fits=probe.fits, excess=self.over(used or 0))
 
     def plan(self, batch_size: int) -> Verdict:
-        """Whether a plan within the price fits."""
+        """Return whether a plan within the price fits."""
         if self.without(batch_size).fits:
             return Verdict(fits=True, excess=self.floor_excess(batch_size))
         probe, excess = self._plan(self.said[batch_size], self.probes[batch_size])

@@ -93,7 +93,7 @@ def columns(*chosen: str | tuple[str, str, Any]) -> list[tuple[str, str, Any]]:
 
 
 def rows_json(rows: Iterable[Row], keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Of each row what JSON has."""
+    """Return what JSON has of each row."""
     return [{key: getattr(row, key) for key in keys} for row in rows]
 
 
@@ -133,7 +133,7 @@ class Study(Generic[R]):
 
 
 def asked(problem: Problem, trace_name: str, setting: Setting) -> dict[str, Any]:
-    """What the JSON of a study begins with."""
+    """Return what the JSON of a study begins with."""
     meta, device = problem.trace.meta, setting.device
     return {
         "trace": trace_name,

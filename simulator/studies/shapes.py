@@ -1,4 +1,5 @@
-"""What a plan needs at other sizes than those it was made at: each shape's peak, and what random ones reserve in turn.
+"""Work out what a plan needs at other sizes than those it was made at: each shape's peak, and what random ones reserve
+in turn.
 
 `executor.apply_plan` applies a plan to a graph of other sizes by its structure, op by op; so does this. Where a size of
 one makes other ops, the step runs with everything saved if that takes no more than the planned one.
@@ -138,7 +139,7 @@ class OverShapes:
 def over_shapes(
     c: Prediction, shapes: Shapes, traces: Sequence[tuple[Sizes, Trace]], seed: int = 0
 ) -> OverShapes:
-    """What a plan comes to at each of some shapes, and what steps of random ones among them reserve.
+    """Return what a plan comes to at each of some shapes, and what steps of random ones among them reserve.
 
     Args:
         c: the plan at the largest shape.

@@ -78,7 +78,7 @@ class Sweep(JsonRecord):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What must be said beside the predicted figures, with the batch sizes that it is about.
+        """Return what must be said beside the predicted figures, with the batch sizes that it is about.
 
         Warnings that differ in their figures alone are one, with those of the largest batch size.
         """

@@ -108,7 +108,9 @@ def versions() -> dict[str, str]:
 
 
 def same(made: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a trace made under one stamp is what `trace` would make now; without a torch here, whichever it was."""
+    """Return whether a trace made under one stamp is what `trace` would make now; without a torch here, whichever it
+    was.
+    """
     if not now["versions"]:
         made = {**made, "versions": {}}
     return made == now
@@ -126,7 +128,7 @@ def _profiles(words: Sequence[str]) -> str:
 
 
 def _value(words: Sequence[str], option: str) -> str | None:
-    """What stands after an option, or behind its =; the last one counts."""
+    """Return what stands after an option, or behind its =; the last one counts."""
     found = None
     for k, word in enumerate(words):
         key, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""What ops allocate inside themselves by a few rules, where neither torch's CUDA code nor the device can be asked.
+"""Tell by a few rules what ops allocate inside themselves, where neither torch's CUDA code nor the device can be asked.
 
 Approximate: told of attention, norms, softmax and cross entropy, embeddings, products, and of ops that torch tags as
 pointwise; each at the size that torch's kernels (aten/src/ATen/native, 2.11 to 2.15) mostly ask for. Ignores:
@@ -22,7 +22,7 @@ Temporaries = tuple[int, ...]  # bytes that are freed as the op returns
 
 
 def approximate_events(call: Signature, device: Device, release: tuple[int, int]) -> tuple[int, ...] | None:
-    """What an op allocates (+bytes) and frees (-bytes), in order; None: no rule says.
+    """Return what an op allocates (+bytes) and frees (-bytes), in order; None: no rule says.
 
     Args:
         call: of the op. device: on which it runs. release: of torch, as (2, 13).

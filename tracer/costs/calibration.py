@@ -1,4 +1,4 @@
-"""What an op costs on the target: its time and what it allocates while it runs.
+"""Work out what an op costs on the target: its time and what it allocates while it runs.
 
 In this order: what was measured for this very signature; a rule, which is approximate; nothing, so that the outputs
 alone count.
@@ -26,7 +26,7 @@ NONE: Final = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one op costs, and who says so."""
+    """The cost of one op, and who says so."""
 
     time_ns: int
     events: tuple[int, ...]  # as `Ops.events`
@@ -35,7 +35,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What ops cost in a trace that is not measured.
+    """The costs of ops in a trace that is not measured.
 
     profile: measurements of the target, or None.
     tf32: whether float32 matrix products and convolutions run on TF32 tensor cores; None: as torch's defaults have it.
@@ -65,6 +65,6 @@ class Costs:
 
 
 def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:
-    """Whether events end at the bytes that the op creates, and never free what they have not allocated."""
+    """Return whether events end at the bytes that the op creates, and never free what they have not allocated."""
     live = list(accumulate(events, initial=0))
     return min(live) >= 0 and live[-1] == created_bytes

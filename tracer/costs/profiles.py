@@ -138,7 +138,7 @@ def profile_of(
     samples: int,
     workspaces: tuple[LibraryWorkspace, ...] = (),
 ) -> DeviceProfile:
-    """What was measured, by signature; where calls share one, their median time counts.
+    """Return what was measured, by signature; where calls share one, their median time counts.
 
     Args:
         rows, costs: by op id.
@@ -159,7 +159,7 @@ def profile_of(
 
 
 def entry_of(events: tuple[int, ...], time_ns: int, samples: int, identity: Identity) -> Entry:
-    """What a call was measured to cost on that device."""
+    """Return what a call was measured to cost on that device."""
     return Entry(
         events=events,
         time_ns=time_ns,

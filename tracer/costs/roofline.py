@@ -55,7 +55,7 @@ def uses_tf32(target: str) -> bool:
 
 
 def compute_dtype(inputs: Iterable[torch.Tensor]) -> str:
-    """What an op computes in, by which its peak rate is looked up: the type of its first floating-point input.
+    """Return what an op computes in, by which its peak rate is looked up: the type of its first floating-point input.
 
     Not the widest of all: attention in bfloat16 also gives and takes statistics in float32.
     """

@@ -29,7 +29,7 @@ DEVICE: Final = "device"  # stands for every argument that is a device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """What of a tensor decides how an op treats it."""
+    """The parts of a tensor that decide how an op treats it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements

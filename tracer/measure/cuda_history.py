@@ -1,4 +1,4 @@
-"""What each op allocated and freed, in order, by the CUDA caching allocator's own history.
+"""Read what each op allocated and freed, in order, from the CUDA caching allocator's own history.
 
 The history is one list of events without a word about ops. So a marker is allocated and freed before and after every
 op: a block of an odd size whose address is noted. What lies between an op's two markers is the op's.
@@ -30,7 +30,7 @@ class OpWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a recorded round showed."""
+    """The findings of a recorded round."""
 
     events: tuple[tuple[int, ...], ...]  # by op: +bytes and -bytes as requested, in order
     workspaces: tuple[LibraryWorkspace, ...]  # allocated in an op, returned by none, still there at the end
@@ -75,7 +75,7 @@ def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindo
 
 
 def marked(entries: Sequence[Mapping[str, Any]], markers: Sequence[int]) -> list[list[Move]]:
-    """What was allocated (True, address, bytes) and freed (False, ...) behind each marker, up to the next.
+    """Return what was allocated (True, address, bytes) and freed (False, ...) behind each marker, up to the next.
 
     Args:
         entries: as for `read_history`.

@@ -14,7 +14,7 @@ ROUNDS: Final = 5  # of which the quickest counts
 
 
 def timed_ns(to_host: bool) -> int:
-    """What one copy takes on the current GPU."""
+    """Return what one copy takes on the current GPU."""
     import torch
 
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")

@@ -140,12 +140,12 @@ class CudaHistory(Probe):
         return int(torch.empty(MARK_BYTES, dtype=torch.uint8, device="cuda").data_ptr())
 
     def finish(self) -> History:
-        """What the round showed, once it is no longer recorded."""
+        """Return what the round showed, once it is no longer recorded."""
         return read_history(self._entries, self.windows)
 
 
 def cuda_allocations(work: Callable[[Probe], None]) -> History:
-    """What each op that `work` runs under the probe allocates on CUDA, and what libraries keep."""
+    """Return what each op that `work` runs under the probe allocates on CUDA, and what libraries keep."""
     history = CudaHistory()
     with history.recording():
         work(history)

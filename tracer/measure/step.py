@@ -41,7 +41,7 @@ SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a step showed on the real device."""
+    """The findings of a step on the real device."""
 
     draft: Draft
     costs: tuple[Cost, ...]  # by op id

@@ -1,4 +1,5 @@
-"""What the untouched loop takes: the ordinary loop runs on the device, and its allocator says what was asked of it.
+"""Measure what the untouched loop takes: the ordinary loop runs on the device, and its allocator says what was asked of
+it.
 
 The captured graph is not what eager runs. There Python's names and autograd's nodes decide how long a tensor lives, an
 op rarely writes into its input, and libraries run kernels that no graph holds.

@@ -125,6 +125,6 @@ def scale_of(scaler: Any) -> float:
 
 
 def scaler_tensors(scaler: Any) -> list[Any]:
-    """What a gradient scaler keeps from step to step: its scale and the count of steps since it changed."""
+    """Return what a gradient scaler keeps from step to step: its scale and the count of steps since it changed."""
     found = [] if scaler is None else [scaler._scale, scaler._growth_tracker]
     return [x for x in found if x is not None]

@@ -94,7 +94,7 @@ def driver_directory(torch: CudaTorch) -> Path:
 
 
 def _sources(imported: Iterable[str], cuda_major: int) -> dict[str, str]:
-    """What is compiled, by file name: the C that is there, and what is written for a torch."""
+    """Return what is compiled, by file name: the C that is there, and what is written for a torch."""
     return {
         **{p.name: p.read_text(encoding="utf-8") for p in SOURCES.glob("*.[ch]")},
         "stubs.c": stub_source(imported),

@@ -26,7 +26,7 @@ SMALL_BYTES: Final = 1 << 16  # a storage that keeps its values
 
 
 class _Storage:
-    """What stands for a storage: pickle makes one of it, however many tensors share it."""
+    """The stand-in for a storage: pickle makes one of it, however many tensors share it."""
 
     def __init__(self, nbytes: int, values: bytes) -> None:
         self.nbytes, self.values = nbytes, values

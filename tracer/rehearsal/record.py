@@ -1,4 +1,4 @@
-"""What a rehearsal found, as frozen records."""
+"""Hold what a rehearsal found, as frozen records."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Iteration:
 
     @property
     def peaks(self) -> Peaks:
-        """Of the whole iteration."""
+        """The peaks of the whole iteration."""
         none = Peaks(requested_bytes=0, allocated_bytes=0, reserved_bytes=0)
         return reduce(or_, self.phases.values(), none)
 
@@ -63,7 +63,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What torch's own code allocated for one training loop on a GPU that was not there. There are no times."""
+    """All that torch's own code allocated for one training loop on a GPU that was not there. There are no times."""
 
     model: str
     gpu: str
@@ -84,7 +84,7 @@ class Rehearsal:
 
     @property
     def first(self) -> Peaks:
-        """Of the first iteration, in which the optimizer makes its state."""
+        """The first iteration's peaks, in which the optimizer makes its state."""
         return self.iterations[0].peaks
 
     @property
@@ -94,7 +94,7 @@ class Rehearsal:
 
     @property
     def figures(self) -> RunFigures:
-        """The same in the form of what is measured and predicted."""
+        """Return the same in the form of what is measured and predicted."""
         return RunFigures(
             peak_allocated_bytes=self.steady.requested_bytes,
             peak_block_bytes=self.steady.allocated_bytes,
@@ -104,7 +104,7 @@ class Rehearsal:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As `execute rehearse --json` prints it."""
+        """Return it as `execute rehearse --json` prints it."""
         return {
             **to_json(self),
             "fits": self.fits,
@@ -115,7 +115,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the process on the null driver does; see `tracer.rehearsal.run.rehearse`."""
+    """The task of the process on the null driver; see `tracer.rehearsal.run.rehearse`."""
 
     model: str = ""  # a name or "file.py:function", to build a step of; or a script, to run as it is
     script: bool = False

@@ -115,7 +115,7 @@ def _check(
 
 
 def is_script(model: str) -> bool:
-    """Whether a model is a .py file that is named without a function and defines no `build`."""
+    """Return whether a model is a .py file that is named without a function and defines no `build`."""
     path = source_file(model)
     if path is None or not model.endswith(".py"):
         return False
@@ -154,8 +154,8 @@ def run_on_null_driver(
 def traced_on_null_driver(
     requests: Sequence[Mapping[str, Any]], objects: Any, gpu: Device, say: Callable[[str], None]
 ) -> list[Trace]:
-    """What `tracer.trace` records of steps with `device="cuda"` in a fresh process that finds that GPU, with as much
-    memory as it takes.
+    """Return what `tracer.trace` records of steps with `device="cuda"` in a fresh process that finds that GPU, with as
+    much memory as it takes.
 
     Args:
         requests: arguments of `tracer.trace` for each step, all of them JSON.

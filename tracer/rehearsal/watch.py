@@ -160,7 +160,7 @@ class Watch:
         return tuple(PredictionWarning(code=code, subject=s, figures=f) for code, s, f in found)
 
     def alive_at_the_peak(self) -> tuple[Alive, ...]:
-        """What was in use at the highest point of the last iteration, by the line that asked for it.
+        """Return what was in use at the highest point of the last iteration, by the line that asked for it.
 
         Call it after `watching`.
         """
@@ -256,7 +256,7 @@ def _line_of(frame: Any) -> tuple[str, str]:
 
 
 def _foreign(file: str) -> bool:
-    """Whether a line of that file is no place that a user looks at: torch's own, Lowtide's, or no file at all."""
+    """Return whether users do not look at a line of that file: torch's own, Lowtide's, or no file at all."""
     return file.startswith((TORCH, *OWN, "<")) or not file.endswith(".py")
 
 

@@ -169,7 +169,7 @@ def _split(
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments; yes if it does not say."""
+    """Return whether a function can be called with so many positional arguments; yes if it does not say."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         inspect.signature(called).bind(*[None] * count)

@@ -113,7 +113,9 @@ class BuildFunction(UserStep):
             return replace(step, autocast=Autocast(dtype=made["amp"]), scaler=made["scaler"])
 
     def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> tuple[Any, Conversions]:
-        """What the function returns. Where it needs values that fake tensors lack, it is called for real, in memory."""
+        """Return what the function returns. Where it needs values that fake tensors lack, it is called for real, in
+        memory.
+        """
         with self._explained(f"{self.function}() failed"):
             with initialisers_without_values(), fake_conversions() as conversions:
                 try:
@@ -164,7 +166,7 @@ class BuildFunction(UserStep):
         return {**options, **({"device": device} if anything or "device" in named else {})}
 
     def _unpack(self, returned: Any) -> dict[str, Any]:
-        """What the function returned, by KEYS; None where it said nothing."""
+        """Return what the function returned, by KEYS; None where it said nothing."""
         if isinstance(returned, (tuple, list)) and len(returned) in TUPLES:
             returned = dict(zip(TUPLES[len(returned)], returned, strict=True))
         if not isinstance(returned, Mapping):
@@ -200,12 +202,14 @@ class BuildFunction(UserStep):
 
 
 def _belongs(file: str, directory: Path) -> bool:
-    """Whether a file is the user's own: in that directory, and not installed there."""
+    """Return whether a file is the user's own: in that directory, and not installed there."""
     return Path(file).is_relative_to(directory) and "site-packages" not in file
 
 
 def _needs_values(error: Exception) -> bool:
-    """Whether code failed because tensors were fake: it read their values, or made modules that learn their sizes."""
+    """Return whether code failed because tensors were fake: it read their values, or made modules that learn their
+    sizes.
+    """
     from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
 
     lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)

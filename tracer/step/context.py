@@ -21,7 +21,7 @@ MOST_VALUES: Final = 4096  # of a row that keeps them
 
 
 def is_fake() -> bool:
-    """Whether tensors made now would be fake."""
+    """Return whether tensors made now would be fake."""
     return detect_fake_mode() is not None
 
 
@@ -32,7 +32,7 @@ def outside_fake_mode() -> Any:
 
 @contextmanager
 def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """What is made in the body is made on `device`, and floating tensors as `dtype` unless they say otherwise.
+    """Return what is made in the body is made on `device`, and floating tensors as `dtype` unless they say otherwise.
 
     Converting a finished model would take both copies' memory, and fails for fake parameters.
     """
@@ -109,7 +109,7 @@ class Conversions:
         self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one is kept, for its id
 
     def latest(self, parameter: Any) -> Any:
-        """What stands in a parameter's place now; the parameter itself if it was not converted."""
+        """Return what stands in a parameter's place now; the parameter itself if it was not converted."""
         while id(parameter) in self._new:
             parameter = self._new[id(parameter)][1]
         return parameter
@@ -154,7 +154,7 @@ def fake_conversions() -> Iterator[Conversions]:
 
 
 def _kind(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a conversion may change of a tensor; its strides, for another memory format."""
+    """Return what a conversion may change of a tensor; its strides, for another memory format."""
     return x.dtype, x.device, x.stride()
 
 
@@ -174,7 +174,9 @@ def make_fake(model: nn.Module, mode: Any, conversions: Conversions) -> None:
 
 
 def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` makes; under a fake mode it is fake, and made in memory first only where making it needs values."""
+    """Return what `make` makes; under a fake mode it is fake, and made in memory first only where making it needs
+    values.
+    """
     with initialisers_without_values(), rows_with_values():
         try:
             return make()

@@ -121,7 +121,7 @@ class InHand(UserStep):
 
 
 class _Twins:
-    """What stands for the user's tensors in the copies: tensors that share storages as hers do.
+    """Stand-ins for the user's tensors in the copies: tensors that share storages as hers do.
 
     `memo` is that of `copy.deepcopy`: the id of a tensor -> its twin.
     """

@@ -24,7 +24,7 @@ class WithLoss(nn.Module):
         self.training = model.training
 
     def around(self) -> dict[str, Any]:
-        """What the loss function names in its closure and among globals, with what its functions there name."""
+        """Return what the loss function names in its closure and among globals, with what its functions there name."""
         return around(self.loss.forward if isinstance(self.loss, nn.Module) else self.loss)
 
     def forward(
@@ -34,8 +34,9 @@ class WithLoss(nn.Module):
 
 
 def around(*functions: Any) -> dict[str, Any]:
-    """What functions name in their closures and among globals, with what the functions there name; torch's own are
-    left out."""
+    """Return what functions name in their closures and among globals, with what the functions there name; torch's own
+    are left out.
+    """
     found: dict[str, Any] = {}
 
     def see(function: Any) -> None:
@@ -59,13 +60,13 @@ def around(*functions: Any) -> dict[str, Any]:
 
 
 def can_be_joined(step: TrainingStep) -> bool:
-    """Whether the loss is a function of what the model returns and of what of the batch it is called with."""
+    """Return whether the loss is a function of what the model returns and of what of the batch it is called with."""
     apart = step.own is None and step.loss is not loss_in_outputs
     return apart and (isinstance(step.loss, WithTargets) or not step.loss_inputs)
 
 
 def joined(step: TrainingStep) -> TrainingStep:
-    """The same step of one module (`WithLoss`), whose arguments hold what the loss sees, too."""
+    """Return the same step of one module (`WithLoss`), whose arguments hold what the loss sees, too."""
     function = step.loss.function if isinstance(step.loss, WithTargets) else step.loss
     return replace(
         step,

@@ -193,7 +193,7 @@ class Phases:
 
 
 class Enough(BaseException):
-    """As much was seen as was asked for. Not an Exception, which the user's code might catch."""
+    """Raised when as much was seen as was asked for. Not an Exception, which the user's code might catch."""
 
 
 def with_first_call(step: TrainingStep) -> TrainingStep:
@@ -221,7 +221,7 @@ def with_first_call(step: TrainingStep) -> TrainingStep:
 
 
 def forget_gradients(tensors: Iterable[torch.Tensor]) -> None:
-    """What `zero_grad(set_to_none=True)` does."""
+    """Return what `zero_grad(set_to_none=True)` does."""
     for x in tensors:
         x.grad = None
 

@@ -48,7 +48,7 @@ AROUND_OPTIONS: Final = (
 
 
 def parse_around(given: dict[str, Any]) -> dict[str, Any]:
-    """Of all options, those that are applied around a step, checked. Raises SpecError: an unknown value."""
+    """Check and return those of all options that are applied around a step. Raises SpecError: an unknown value."""
     loop = {k: given[k] for k in LOOP_OPTIONS if given.get(k) is not None}
     if (way := loop.get("zero_grad", BEFORE)) not in ZERO_GRAD:
         raise SpecError(f"--zero-grad {way!r} is unknown; known are {', '.join(ZERO_GRAD)}.")

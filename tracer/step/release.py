@@ -64,13 +64,13 @@ def check_release(name: str, optimizer: torch.optim.Optimizer | None, scaler: An
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step runs the model itself, as that of LBFGS does."""
+    """Return whether its step runs the model itself, as that of LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def hands_over(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether something waits for a parameter's gradient inside backward."""
+    """Return whether something waits for a parameter's gradient inside backward."""
     return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
 
 

@@ -30,7 +30,7 @@ _DISTRIBUTIONS: Final = f"{Path(torch.__file__).resolve().parent / 'distribution
 
 
 def is_foreign(file: str) -> bool:
-    """Whether a frame of this file is not of the user's code: torch's, Lowtide's, or of no file."""
+    """Return whether a frame of this file is not of the user's code: torch's, Lowtide's, or of no file."""
     return file.startswith(("<", *_FOREIGN))
 
 
@@ -71,7 +71,7 @@ def built(name: str) -> Iterator[None]:
 
 
 def _memory(error: Exception, name: str) -> OutOfMemoryProblem | None:
-    """What is to be said if an error means that memory ran out."""
+    """Return what is to be said if an error means that memory ran out."""
     if isinstance(error, OutOfMemoryProblem):
         return error
     if not is_out_of_memory(error):
@@ -116,7 +116,7 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the stack of C++ frames that torch's go on with."""
+    """Return what an error says, without the stack of C++ frames that torch's go on with."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:400].rstrip(".")
 
 

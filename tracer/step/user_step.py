@@ -26,7 +26,7 @@ from traces.errors import CaptureError, LowtideError, SpecError
 
 
 class UserStep:
-    """What steps from a function and steps of objects in hand have in common. `label` begins every message."""
+    """The common part of steps from a function and steps of objects in hand. `label` begins every message."""
 
     __slots__ = ()
 
@@ -154,5 +154,5 @@ class UserStep:
 
 
 def _named_parameters(module: Any) -> list[tuple[str, nn.Parameter]]:
-    """Those of a module, or of a loss that is one."""
+    """Return those of a module, or of a loss that is one."""
     return list(module.named_parameters()) if isinstance(module, nn.Module) else []

@@ -12,7 +12,7 @@ from simulator.allocator.settings import AllocatorSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What the simulated allocator did with a recording's requests."""
+    """The simulated allocator's answer to a recording's requests."""
 
     figures: AllocatorFigures
     segment_requests: tuple[int, ...]  # bytes asked of the driver, in order

@@ -102,7 +102,7 @@ def _arguments(text: str) -> list[Any]:
 
 
 def _exact(number: float, dtype: str) -> bool:
-    """Whether a type has this number itself: else forward may round it, and backward compare with what it was."""
+    """Return whether a type has this number itself: else forward may round it, and backward compare."""
     if dtype in ("float32", "float64"):
         return True  # both round it alike
     if dtype == "float16":

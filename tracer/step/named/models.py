@@ -254,7 +254,7 @@ def _key(name: str) -> str:
 
 
 def _torchvision_names() -> list[str]:
-    """What the installed torchvision has; nothing if it, or torch, cannot be imported."""
+    """Return what the installed torchvision has; nothing if it, or torch, cannot be imported."""
     from traces.errors import EnvironmentProblem
 
     try:

@@ -76,7 +76,7 @@ def classifier_step(
 
 
 def _settings(name: str, size: int) -> dict[str, Any]:
-    """What a builder must be told beside its defaults."""
+    """Return what a builder must be told beside its defaults."""
     if name == "maxvit_t":
         return {"input_size": (size, size)}
     if name.startswith("vit_"):
