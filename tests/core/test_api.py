@@ -11,7 +11,6 @@ import pytest
 from simulator import Infeasible, bound, compare, max_batch, pareto, plan, simulate
 from tests.synthetic import resnet
 from traces.errors import PlanError, SpecError
-from traces.records.plan import Plan
 from traces.records.store import save
 from traces.records.trace import Trace
 
@@ -34,61 +33,31 @@ def test_simulate_takes_a_trace_in_hand_a_directory_or_a_name(trace: Trace, tmp_
     assert "reserved" in repr(gallery)
 
 
-def test_a_plan_keeps_to_its_budget_and_what_simulate_says_of_it(trace: Trace, tmp_path: Path) -> None:
-    whole = simulate(trace).saved.timeline.peak_allocated_bytes
+def test_a_plan_shows_itself_and_is_of_its_own_trace(trace: Trace) -> None:
     made = plan(trace, "80%")
-    assert isinstance(made, Plan)
     assert "<plan of search for tiny:" in repr(made)
     assert len(repr(made)) < 200
-    assert made.budget_bytes == whole * 80 // 100
-    step = simulate(trace, made)
-    assert step.planned.timeline.peak_allocated_bytes <= whole * 80 // 100
-    assert step.budget_bytes == made.budget_bytes
-    assert made.predicted["plan"]["step_time_ns"] == step.planned.timeline.step_time_ns > trace.time_ns
-    assert plan(trace, whole * 80 // 100).actions == made.actions  # a budget in bytes, the same every time
-    assert plan(trace, f"{whole * 80 // 100}").actions == made.actions
-    path = made.save(tmp_path / "plan.json")
-    assert simulate(trace, path).planned_figures == step.planned_figures
+    assert simulate(trace, made).budget_bytes == made.budget_bytes
     with pytest.raises(PlanError):
         simulate("resnet152", made)
 
 
 def test_constraints_and_planners_by_name_or_place(trace: Trace) -> None:
-    free = plan(trace, "85%", planner="mu-two")
     never = plan(trace, "85%", planner="mu-two", never=["layer1 ::"])
-    assert never.constraints == {"never": ["layer1 ::"]}
-    assert free.planner == never.planner == "mu-two"
+    assert (never.planner, never.constraints) == ("mu-two", {"never": ["layer1 ::"]})
     assert not {a.module for a in never.actions if a.module.startswith("layer1")}
     assert plan(trace, "85%", planner="tests.bench.baselines.min_cut:plan").planner == "min-cut"
     assert bound(trace, "85%").added_time_ns <= bound(trace, "85%", never=["layer1 ::"]).added_time_ns
-    for wrong in (
-        {"planner": "magic"},
-        {"never": ["nothing ::"]},
-        {"device": "no-such-gpu"},
-        {"budget_of": "x"},
-        *({"seconds": seconds} for seconds in ("5", None, -1, float("nan"), 10**400)),
-    ):
-        with pytest.raises(SpecError):
-            plan(trace, "85%", **wrong)
-    for budget in ("80 percent", "-1", 0, "device"):
-        with pytest.raises(SpecError):
-            plan(trace, budget)
+    with pytest.raises(SpecError, match="nothing"):
+        plan(trace, "85%", never=["nothing ::"])
 
 
 def test_what_cannot_be_is_infeasible_with_its_figures(trace: Trace) -> None:
     with pytest.raises(Infeasible) as refused:
         plan(trace, "1%")
-    figures = refused.value.figures
-    assert figures["budget_bytes"] < figures["floor"]["peak_allocated_bytes"] <= figures["lowest_peak_bytes"]
-    assert plan(trace, figures["lowest_peak_bytes"]).budget_bytes == figures["lowest_peak_bytes"]
+    lowest = refused.value.figures["lowest_peak_bytes"]
+    assert plan(trace, lowest).budget_bytes == lowest
     assert not bound(trace, "1%").feasible
-
-
-def test_no_plan_is_below_the_bound(trace: Trace) -> None:
-    for share in ("90%", "80%", "70%"):
-        step = simulate(trace, plan(trace, share))
-        added_ns = step.planned.timeline.step_time_ns - step.saved.timeline.step_time_ns
-        assert bound(trace, share).added_time_ns <= added_ns
 
 
 def test_pareto_and_compare(trace: Trace) -> None:
@@ -108,13 +77,9 @@ def test_devices_by_name_and_size(trace: Trace) -> None:
     assert tight.planned_fit.fits is False
     assert tight.planned_fit.left_bytes is None
     assert simulate(trace).planned_fit.fits is None
-    small = plan(trace, "device", device=peak * 9 // 10)
-    assert simulate(trace, small, device=peak * 9 // 10).planned_fit.fits
     gpu = simulate("resnet152", device="a100-40", alloc_conf="expandable_segments:True")
     assert gpu.planned_fit.fits
     assert gpu.planned_fit.by_default is not None
-    with pytest.raises(SpecError, match="no caching allocator"):
-        simulate(trace, alloc_conf="expandable_segments:True")
 
 
 def test_records_show_themselves(trace: Trace) -> None:
