@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -44,21 +45,13 @@ def test_the_real_trace_is_the_fake_one_with_measurements(real: Trace) -> None:
     validate(real)
 
 
-def test_every_op_has_a_time_and_views_allocate_nothing(real: Trace) -> None:
+def test_every_op_has_a_time_and_events_that_end_at_what_it_creates(real: Trace) -> None:
     assert all(t > 0 for t in real.ops.time_ns)
-    for i, flags in enumerate(real.ops.flags):
-        if flags & VIEW:
-            assert real.ops.events[i] == ()
-
-
-def test_an_op_s_events_end_at_what_it_creates(real: Trace) -> None:
     for i, events in enumerate(real.ops.events):
         created = sum(real.storages.nbytes[s] for s in real.ops.writes[i] if real.storages.producer[s] == i)
         assert sum(events) == created, real.ops.name[i]
-        live = 0
-        for e in events:
-            live += e
-            assert live >= 0
+        assert not events or not real.ops.flags[i] & VIEW
+        assert all(live >= 0 for live in accumulate(events))
 
 
 def test_workspace_inside_an_op_is_seen() -> None:
@@ -214,19 +207,22 @@ def test_a_timed_round_runs_the_twins_and_ticks_after_every_op() -> None:
     assert len(held) <= len(needed - set(program.tangent_storages))
 
 
-def test_timed_rounds_compute_what_others_do() -> None:
+def test_every_way_of_running_a_step_computes_the_same() -> None:
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
     gradients = []
-    for probe, in_place in (
-        (Probe(), frozenset[int]()),
-        (Timer(), frozenset[int]()),
-        (Timer(), takeovers(fake)),
+    for probe, in_place, way in (
+        (Probe(), frozenset[int](), "round"),
+        (Timer(), frozenset[int](), "round"),
+        (Timer(), takeovers(fake), "round"),
+        (Silent(), takeovers(fake), "whole"),  # and nobody watches
     ):
         step = build()
-        GraphRunner(fake.program, step, in_place=in_place).round(probe)
+        getattr(GraphRunner(fake.program, step, in_place=in_place), way)(probe)
         gradients.append([p.grad for p in step.model.parameters()])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
+        assert not isinstance(probe, Silent) or probe.finish() == []
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
 
 def test_a_timer_s_targets_are_the_trace_s() -> None:
@@ -309,16 +305,3 @@ def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.Monkey
     wholes = iter([5_000_000_000, 9_000_000_000, 8_000_000_000, 7_000_000_000])  # the first warms up
     monkeypatch.setattr(profile_module, "_whole_ns", lambda *a: next(wholes))
     assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).finish().time_ns == 8_000_000_000
-
-
-def test_a_whole_step_is_the_step_and_nobody_watches() -> None:
-    build = load_spec(small_nets.spec("residual"))
-    fake = recorded(build)
-    gradients = []
-    for way in ("round", "whole"):
-        step = build()
-        runner, silent = GraphRunner(fake.program, step, in_place=takeovers(fake)), Silent()
-        getattr(runner, way)(silent)
-        gradients.append([p.grad for p in step.model.parameters()])
-        assert silent.finish() == []
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
