@@ -32,6 +32,7 @@ def run_fresh(
     environment: Mapping[str, str] | None = None,
     overriding: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
+    shown: bool = False,
 ) -> dict[str, Any]:
     """Call a function by its name in a fresh process, and return the JSON object that it answers.
 
@@ -41,6 +42,7 @@ def run_fresh(
         what: what the process does, for messages ("measured the plan").
         environment: variables that are set unless they are set already; overriding: those that are in any case.
         timeout_s: after this many seconds the process is ended; None: never.
+        shown: write what the process says to stderr, once it has ended.
 
     Raises:
         LowtideError: the process reported an error, with its message and exit code.
@@ -74,6 +76,8 @@ def run_fresh(
         raise EnvironmentProblem(
             f"the process that {what} took longer than {timeout_s:.0f} s and was ended; give it less to do."
         ) from None
+    if shown:
+        sys.stderr.write(done.stderr)
     lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if not lines:
         _, stack, end = (done.stderr or done.stdout).strip().rpartition("(most recent call first):\n")

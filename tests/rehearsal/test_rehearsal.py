@@ -158,11 +158,16 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_script_without_steps_and_one_that_fails_are_refused(tmp_path: Path) -> None:
+def test_a_script_without_steps_and_one_that_fails_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(LowtideError, match="no optimizer"):
         rehearse(script(tmp_path, "import torch\ntorch.ones(3, device='cuda')\n"), "h100")
-    with pytest.raises(LowtideError, match="my own mistake"):
-        rehearse(script(tmp_path, "raise ValueError('my own mistake')\n"), "h100")
+    reads = "import torch\nprint('before')\n"
+    reads += "if torch.zeros(3, device='cuda').sum() == 0: raise ValueError('my own mistake')\n"
+    with pytest.raises(LowtideError, match=r"my own mistake.*answered reads of the GPU's values: train.py:3"):
+        rehearse(script(tmp_path, reads), "h100")
+    assert "before" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -40,6 +40,8 @@ def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     except LowtideError:
         raise
     except Exception as error:
+        if reads := watch.reads():  # what it was told may be why
+            error.add_note(f"The rehearsal had answered reads of the GPU's values: {'; '.join(reads)}.")
         raise explained(error) from error
     if not watch.iterations and not out_of_memory:
         raise SpecError(

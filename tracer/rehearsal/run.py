@@ -133,6 +133,7 @@ def run_on_null_driver(
     *,
     what: str,
     environment: Mapping[str, str] | None = None,
+    shown: bool = False,
 ) -> dict[str, Any]:
     """Call "module:function" in a fresh process that finds that GPU; see `traces.isolated.run_fresh`.
 
@@ -142,13 +143,14 @@ def run_on_null_driver(
         gpu: of the device table.
         what: what the process does, for messages ("rehearsed the plan").
         environment: further variables, set unless they are set already.
+        shown: write what the process says to stderr, once it has ended.
 
     Raises:
         EnvironmentProblem: no CUDA build of torch, no C compiler, or the process died.
         LowtideError: the process reported an error.
     """
     driver = driver_environment(find_cuda_torch(), gpu, context_bytes=CONTEXT_BYTES)
-    return run_fresh(function, arguments, what=what, environment=environment, overriding=driver)
+    return run_fresh(function, arguments, what=what, environment=environment, overriding=driver, shown=shown)
 
 
 def traced_on_null_driver(
@@ -221,5 +223,6 @@ def _run(task: Task, gpu: Device, alloc_conf: str) -> Rehearsal:
         gpu,
         what=f"rehearsed {task.model}",
         environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
+        shown=task.script,
     )
     return from_json(Rehearsal, answer)

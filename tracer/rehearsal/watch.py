@@ -159,6 +159,14 @@ class Watch:
         found += [(MISSING, s, {}) for s in names(self._driver.null_missing_names())]
         return tuple(PredictionWarning(code=code, subject=s, figures=f) for code, s, f in found)
 
+    def reads(self) -> list[str]:
+        """The values that were read, the most frequent first, in words."""
+        found = self._reads.most_common(MOST_LINES)
+        return [
+            f"{where or 'code without a line in Python'} ({size} bytes, {'true' if told else 'zero'})"
+            for (where, size, told), _ in found
+        ]
+
     def alive_at_the_peak(self) -> tuple[Alive, ...]:
         """Return what was in use at the highest point of the last iteration, by the line that asked for it.
 
