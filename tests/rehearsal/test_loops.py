@@ -248,5 +248,8 @@ class Unknown:
     def __call__(self, *_: Any) -> None:
         pass
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
     def __reduce__(self) -> Any:
         raise TypeError("this holds a file")

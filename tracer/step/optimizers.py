@@ -60,8 +60,8 @@ def move_state(optimizer: torch.optim.Optimizer, device: str) -> None:
     """Move the state with which an optimizer began (Adagrad's) to where its parameters went, as if made there."""
     for state in optimizer.state.values():
         for name, x in state.items():
-            if isinstance(x, torch.Tensor) and not stays_on_cpu(x, optimizer):
-                state[name] = x.to(device)
+            if isinstance(x, torch.Tensor):  # of a fake device, step counters are there too
+                state[name] = x.to("cpu" if stays_on_cpu(x, optimizer) else device)
 
 
 def stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bool:

@@ -73,7 +73,7 @@ class UserStep:
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
         optimizer = self._optimizer(model, loss, optimizer)
-        if mode is None and optimizer is not None:
+        if optimizer is not None:
             move_state(optimizer, device)
         tensors = (x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor))
         examples = (x.shape[0] for x in tensors if x.dim())
