@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 from simulator.core.limits import NONE, Constraints
 from simulator.core.problem import Problem
 from simulator.prediction.ask import Say, ask, silent
-from simulator.prediction.question import DEVICE, Changing, Device, Planning, question
+from simulator.prediction.question import DEVICE, Device, Words, question
 from simulator.prediction.step import Prediction, predict
 from traces.errors import SpecError
 from traces.records.plan import Plan
@@ -82,21 +82,17 @@ def plan(
     trace: Source,
     budget: Budget | None,
     *,
-    budget_of: str | None = None,
     device: Device | None = None,
     progress: Say = silent,
-    **words: Unpack[Changing],
+    **words: Unpack[Words],
 ) -> Plan:
     """Find what to recompute so that the step's peak stays within a budget, at the least added time.
 
     Args:
         budget: bytes, a size, a share of the step's own peak, or "device": what `device` has; None: no limit.
-        budget_of: "allocated", or "reserved": what CUDA's allocator takes from the device; None: reserved where a GPU
-            is named, or its memory. Under a budget of reserved memory the allocator's settings are chosen too, unless
-            `alloc_conf` gives them; the plan carries them.
         device: of a budget "device", or of a plan that is to fit it.
         progress: told one line about each thing that is done.
-        words: those of `simulator.prediction.question.Changing`, such as `allow="fp"` or `seconds=20`.
+        words: those of `simulator.prediction.question.Words`, such as `allow="fp"` or `seconds=20`.
 
     Returns:
         the complete plan with its predicted figures, which `save` writes for `execute`.
@@ -106,7 +102,7 @@ def plan(
             floor below which no plan can go.
         SpecError: no such budget, planner, selector or device.
     """
-    asked = question(budget=budget, budget_of=budget_of, device=device, **words)
+    asked = question(budget, device, **words)
     return ask(problem_of(trace, asked.constraints), asked, say=progress).planned.plan
 
 
@@ -138,7 +134,7 @@ def compare(
     device: Device | None = None,
     name: str = "",
     progress: Say = silent,
-    **words: Unpack[Planning],
+    **words: Unpack[Words],
 ) -> Study[Row]:
     """Set planners side by side on one trace and budget of allocated memory.
 
@@ -146,7 +142,7 @@ def compare(
         planners: names, or `module:function`; None: all.
         device: whether each plan fits it.
         name: of the trace, for the answer.
-        words: those of `simulator.prediction.question.Planning`; `seconds` is for each planner.
+        words: as for `plan`, but none of levers; `seconds` is for each planner.
 
     Returns:
         a row for each planner: peak, added time, gap to the bound, or why it has no plan.
@@ -156,7 +152,7 @@ def compare(
     """
     from simulator.studies.comparison import compare as planners_side_by_side
 
-    asked = question(budget=budget, device=device, **words)
+    asked = question(budget, device, **words)
     return planners_side_by_side(problem_of(trace, asked.constraints), name, asked, planners, progress)
 
 
@@ -167,7 +163,7 @@ def pareto(
     device: Device | None = None,
     name: str = "",
     progress: Say = silent,
-    **words: Unpack[Planning],
+    **words: Unpack[Words],
 ) -> Study[Row]:
     """The whole front of one trace: what each GiB costs.
 
@@ -185,7 +181,7 @@ def pareto(
 
     if points < 2:
         raise SpecError(f"{points} points: a front has two at least.")
-    asked = question(device=device, **words)
+    asked = question(None, device, **words)
     return front(problem_of(trace, asked.constraints), name, asked, points, progress)
 
 
@@ -199,7 +195,7 @@ def max_batch(
     maximum: int = 65536,
     trace_options: Sequence[str] = (),
     progress: Say = silent,
-    **words: Unpack[Changing],
+    **words: Unpack[Words],
 ) -> MaxBatch:
     """The largest batch of a model that fits a device, without a plan and with one.
 
@@ -225,7 +221,7 @@ def max_batch(
 
     request = Request(
         traced=Traced.of(model, directory, "max-batch", trace_options),
-        question=question(budget=DEVICE, device=device, **words),
+        question=question(DEVICE, device, **words),
         overhead_percent=budget_overhead_percent,
         multiple_of=multiple_of,
         maximum=maximum,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from simulator.allocator.device import DeviceMemory, device_memory, size_of
 from simulator.allocator.device_fit import Setting, kind_of, setting_of
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 DEVICE: Final = "device"  # the budget that is the device's memory
 NOTHING: Final = Levers(kinds=())
-# A name such as "a100-40", a size such as "40GiB" or in bytes; or the memory as it is.
 Device = str | int | DeviceMemory
 
 
-class Planning(TypedDict, total=False):
-    """How to look for plans; every function of the API that plans takes these words."""
+class Words(TypedDict, total=False):
+    """The words of a question: keywords of the API, options of the commands."""
 
+    # ALLOCATED or RESERVED; None: reserved where a GPU is named, or its memory. Under a budget of reserved memory the
+    # allocator's settings are chosen too, unless `alloc_conf` gives them; the plan carries them.
+    budget_of: str | None
     planner: str | None  # a name of `simulate planners`, or `module:function`; None: the default
     seconds: float  # 5: processor time after which all searches for one answer end with the best plan so far
     seed: int  # 0: of random choices; equal seeds make equal plans
@@ -40,13 +42,12 @@ class Planning(TypedDict, total=False):
     always_save: Sequence[str]  # selectors of ops whose values must be saved
     # As PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. GPUs' traces only.
     alloc_conf: str | None
-
-
-class Changing(Planning, total=False):
-    """Options of plans, and how a plan may change the step beside recomputing."""
-
-    # "bit": gradients equal in every bit; "fp": but for rounding (a loss head in tiles, whose logits then do not
-    # exist); "approximate": within a measured error.
+    gpu: str | None  # the device as a command says it, by the words of `device_memory`
+    memory: str | None
+    context: str | None
+    reserve: str | None
+    # How a plan may change the step beside recomputing. "bit": gradients equal in every bit; "fp": but for rounding (a
+    # loss head in tiles, whose logits then do not exist); "approximate": within a measured error.
     allow: str
     levers: (
         Sequence[str] | str | None
@@ -108,84 +109,77 @@ class Question:
 
 
 def question(
-    *,
-    budget: str | int | None = None,
-    budget_of: str | None = None,
-    planner: str | None = None,
-    seconds: float = DEFAULTS.seconds,
-    seed: int = DEFAULTS.seed,
-    never: Sequence[str] = (),
-    always_save: Sequence[str] = (),
-    allow: str = BIT_EXACT.allow,
-    levers: Sequence[str] | str | None = None,
-    host_memory: str | None = None,
-    host_bandwidth: str | None = None,
-    max_gradient_error: float | None = None,
-    errors: GradientErrors | str | Path | None = None,
-    alloc_conf: str | None = None,
-    device: Device | None = None,
-    gpu: str | None = None,
-    memory: str | None = None,
-    context: str | None = None,
-    reserve: str | None = None,
+    budget: str | int | None = None, device: Device | None = None, **words: Unpack[Words]
 ) -> Question:
-    """The question that words mean: those of `Changing`, and of a command's options.
+    """The question that words mean.
 
     Args:
-        budget, budget_of: as `Question` has them.
-        device: what the plan is to fit; or, as a command says it, `gpu`, `memory`, `context` and `reserve`, which are
-            those of `device_memory`.
+        budget: as `Question` has it.
+        device: what the plan is to fit: a name such as "a100-40", a size such as "40GiB" or in bytes, or the memory.
 
     Raises:
-        SpecError: a word means nothing in any trace; before any trace is read.
+        SpecError: one means nothing in any trace; before any trace is read.
+        TypeError: there is no such word.
     """
+    if unknown := words.keys() - Words.__annotations__.keys():
+        raise TypeError(f"{sorted(unknown)[0]!r} is no word of a question.")
+    budget_of, planner = words.get("budget_of"), words.get("planner")
     if budget is not None and budget != DEVICE:
         check_budget(str(budget))
     if budget_of not in (None, ALLOCATED, RESERVED):
         raise SpecError(f"budget_of {budget_of!r}: give {ALLOCATED} or {RESERVED}.")
+    seconds = words.get("seconds", DEFAULTS.seconds)
     if not isinstance(seconds, int | float) or not 0 <= seconds <= sys.float_info.max:
         raise SpecError(f"--seconds {seconds!r}: give a number of seconds such as 5.")
     if planner is not None:
         find(planner)
-    if alloc_conf is not None:
+    if (alloc_conf := words.get("alloc_conf")) is not None:
         parse_alloc_conf(alloc_conf)
-    constraints = Constraints(never=tuple(never), always_save=tuple(always_save))
+    constraints = Constraints(
+        never=tuple(words.get("never", ())), always_save=tuple(words.get("always_save", ()))
+    )
     check_selectors(constraints)
-    if isinstance(levers, str):
-        levers = tuple(x.strip() for x in levers.split(",") if x.strip())
     return Question(
         budget=min(budget, MOST_BYTES) if isinstance(budget, int) else budget,
         budget_of=budget_of,
         planner=planner,
-        limits=Limits(seconds=seconds, seed=seed),
+        limits=Limits(seconds=seconds, seed=words.get("seed", DEFAULTS.seed)),
         constraints=constraints,
-        levers=Levers(
-            allow=allow,
-            kinds=None if levers is None else tuple(levers),
-            host_bytes=HOST_BYTES if host_memory is None else size_of("--host-memory", host_memory),
-            host_bytes_per_s=0 if host_bandwidth is None else size_of("--host-bandwidth", host_bandwidth),
-            max_gradient_error=max_gradient_error,
-            errors=_errors(errors) if isinstance(errors, str | Path) else errors,
-        ),
+        levers=_levers(words),
         alloc_conf=alloc_conf,
-        device=_device(device, gpu, memory, context, reserve),
+        device=_device(device, words),
     )
 
 
-def _errors(path: str | Path) -> GradientErrors:
+def _levers(words: Words) -> Levers:
+    kinds, errors = words.get("levers"), words.get("errors")
+    memory, bandwidth = words.get("host_memory"), words.get("host_bandwidth")
+    if isinstance(kinds, str):
+        kinds = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    if isinstance(errors, str | Path):
+        from traces.records.gradient_errors import GradientErrors
 
-    return GradientErrors.load(path)
+        errors = GradientErrors.load(errors)
+    return Levers(
+        allow=words.get("allow", BIT_EXACT.allow),
+        kinds=None if kinds is None else tuple(kinds),
+        host_bytes=HOST_BYTES if memory is None else size_of("--host-memory", memory),
+        host_bytes_per_s=0 if bandwidth is None else size_of("--host-bandwidth", bandwidth),
+        max_gradient_error=words.get("max_gradient_error"),
+        errors=errors,
+    )
 
 
-def _device(
-    device: Device | None, gpu: str | None, memory: str | None, context: str | None, reserve: str | None
-) -> Callable[[str | None], DeviceMemory | None]:
+def _device(device: Device | None, words: Words) -> Callable[[str | None], DeviceMemory | None]:
+    gpu, memory = words.get("gpu"), words.get("memory")
     if isinstance(device, DeviceMemory):
         return lambda kind: device
     if isinstance(device, str) and not device.strip()[:1].isdigit():  # a size begins with a digit
         gpu = device
     elif device is not None:
         memory = str(device)
-    of = partial(device_memory, gpu=gpu, memory=memory, context=context, reserve=reserve)
+    of = partial(
+        device_memory, gpu=gpu, memory=memory, context=words.get("context"), reserve=words.get("reserve")
+    )
     of(None)  # which refuses what means nothing
     return of

@@ -138,6 +138,11 @@ def test_words_that_mean_nothing_in_any_trace(words: dict[str, Any], told: str) 
         question(**words)
 
 
+def test_a_word_that_is_none_is_a_mistake_of_the_program() -> None:
+    with pytest.raises(TypeError, match="'buget' is no word"):
+        api.plan(CPU, "60%", buget=3)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("of", "words", "told"),
     [

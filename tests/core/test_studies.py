@@ -110,9 +110,9 @@ def test_words_that_mean_nothing(directory: Path, words: tuple[str, ...]) -> Non
 
 def test_studies_are_of_planners_by_themselves(small: Trace) -> None:
     with pytest.raises(SpecError, match="by themselves"):
-        compare(small, "80%", allow="fp")  # type: ignore[call-arg]
+        compare(small, "80%", allow="fp")
     with pytest.raises(SpecError, match="by themselves"):
-        pareto(small, levers=["tile"])  # type: ignore[call-arg]
+        pareto(small, levers=["tile"])
 
 
 def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
