@@ -124,8 +124,6 @@ def _statistics(sweep: Sweep) -> Table:
             ("GFLOP a step", "count", lambda r: round(r.flops / 1e9, 1)),
             ("parameters", "bytes", lambda r: r.parameter_bytes),
             ("activations saved", "bytes", lambda r: r.activation_bytes),
-            ("ops run again", "count", lambda r: r.recomputed_ops if r.feasible else None),
-            ("step, all saved (predicted)", "time", lambda r: r.baseline.step_time_ns),
         ),
         caption="One training step, forward, backward and optimizer; floating-point operations are those with "
         "everything saved.",
