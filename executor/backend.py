@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from executor.graphs.graph import Graph, compile_graph, differentiable
+from executor.graphs.graph import Graph, compile_graph
 from executor.training.match import fitted, left_out
 from executor.training.planning import on_stderr
 from simulator import api as simulator
@@ -26,6 +26,7 @@ from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN
+from tracer.capture.compiling import differentiable
 from tracer.costs.calibration import Costs
 from tracer.costs.profiles import board_of
 from tracer.record.program import Program

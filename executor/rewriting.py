@@ -14,7 +14,7 @@ from torch import fx
 from simulator.core.formats import FORMATS
 from simulator.levers import in_order
 from simulator.levers import rewritten as rewritten_trace
-from tracer.capture.capture import Captured
+from tracer.capture.captured import Captured
 from tracer.record.program import GraphOp, Program, program_of
 from tracer.record.tiles import Found, found_in
 from traces.errors import PlanError

@@ -153,22 +153,22 @@ def record_shapes(
         each: told of each trace as it is made, by its place among `builds`.
     """
 
-    def record(graphs: OneGraph, k: int) -> tuple[Draft, Trace]:
-        draft, trace = record_drafted(graphs.builds[k], target, use, program=graphs.program)
-        if draft.program.known is None:
-            graphs.captured(draft.step, graphs.builds[k], draft.program)
-        return draft, trace
+    gpu = target if target.kind == "cuda" else None
+    alone, of_both = OneGraph(gpu), OneGraph(gpu)
 
-    alone, of_both = (OneGraph(steps, target) for steps in (builds, [build.joined for build in builds]))
+    def record(k: int) -> tuple[Draft, Trace]:
+        return record_drafted(builds[k], target, use, program=alone.program)
+
     last = len(builds) - 1
     order = list(dict.fromkeys((last // 2, last, 0, *range(last))))
-    made = {k: record(alone, k) for k in order[:2]}
+    made = {k: record(k) for k in order[:2]}
     join = _may_join(made[last][0])
     for k in order:
-        _, trace = made.pop(k) if k in made else record(alone, k)
+        _, trace = made.pop(k) if k in made else record(k)
         if join:
             with suppress(LowtideError):  # the loss is left outside
-                trace = joined_with(trace, record(of_both, k))
+                both = record_drafted(builds[k].joined, target, use, program=of_both.program)
+                trace = joined_with(trace, both)
         each(k, trace)
 
 

@@ -51,28 +51,16 @@ def no_garbage() -> Iterator[None]:
 # Name here -> where torch has it.
 USED: Final = {
     # capture
-    "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
-    "aot_autograd": "torch._functorch.aot_autograd",
-    "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
     "BoxedCodeGen": "torch.fx.graph:_BoxedCodeGen",
-    "EffectType": "torch._library.effects:EffectType",
-    "get_effect": "torch._higher_order_ops.effects:_get_effect",
-    "register_effectful_op": "torch._higher_order_ops.effects:_register_effectful_op",
-    "with_effects": "torch._higher_order_ops.effects:with_effects",
     "DispatchKey": "torch._C:DispatchKey",
     "OpOverload": "torch._ops:OpOverload",
     "pytree": "torch.utils._pytree",
-    "top_saved_tensors_default_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
     "inside_torch_func": "torch._C:_functorch.peek_interpreter_stack",
     # fake tensors
     "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
-    "ConstantSource": "torch._dynamo.source:ConstantSource",
-    "DimDynamic": "torch.fx.experimental.symbolic_shapes:DimDynamic",
-    "check": "torch:_check",
-    "ShapeEnv": "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
     "init_gpu_context": "torch._subclasses.fake_tensor:init_gpu_context",
@@ -101,13 +89,14 @@ USED: Final = {
     "enter_autocast": "torch.amp.autocast_mode:_enter_autocast",
     "BackendCompilerFailed": "torch._dynamo.exc:BackendCompilerFailed",
     "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
+    "TracingContext": "torch._guards:TracingContext",
+    "tracing": "torch._guards:tracing",
     "dynamo_config": "torch._dynamo.config",
     "backend_aot_autograd": "torch._dynamo.backends.common:aot_autograd",
     # modules in which `replaced` puts something else
     "bindings": "torch._C",
     "decompositions": "torch._decomp.decompositions",
     "decomposition_table": "torch._decomp:decomposition_table",
-    "dynamo_utils": "torch._dynamo.utils",
     "meta_registrations": "torch._meta_registrations",
 }
 # Only builds with CUDA have these.

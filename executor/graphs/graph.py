@@ -4,9 +4,8 @@ both parts run op by op.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,18 +19,15 @@ from executor.graphs.unreached import without
 from executor.rewrite import Rewritten, rewrite
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
-from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, At, Input, Joint, inputs_of, joint_of
+from tracer.capture.captured import At
+from tracer.capture.compiling import compile_joint, kind_of
+from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, Input, Joint, inputs_of, joint_of
 from tracer.capture.passes.batch_norm import without_statistics
-from tracer.capture.scopes import library_code
-from tracer.capture.torch_fixes.grouped import true_results
-from tracer.precision.cast_cache import casts_cached
 from tracer.record.program import Program, program_of
 from tracer.step.release import check_alone, hands_over
 from tracer.torch_api import (
     BoxedCodeGen,
-    backend_aot_autograd,
     current_autograd_node,
-    functorch_config,
     preserved_versions,
 )
 from traces.errors import PlanError
@@ -110,7 +106,7 @@ class Graph:
         assert self._module is not None
         on_gpu = self.kind == "cuda"
         self.joint = joint_of(self._module, self._forward_outputs, self.inputs, on_gpu=on_gpu)
-        return program_of(self.joint.captured, known=self.joint.known or None)
+        return program_of(self.joint.captured)
 
     def forget(self) -> None:
         """Let go of what only compiling needs."""
@@ -212,41 +208,6 @@ class Unplanned(torch.autograd.Function):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Could:
-    """An output of dynamo's graph that a loss could differentiate."""
-
-    place: int  # among all outputs
-    number: int  # among those that are tensors
-    scalar: bool
-
-
-def differentiable(module: fx.GraphModule) -> list[Could]:
-    """The outputs of dynamo's graph that a loss could differentiate."""
-    (output,) = module.graph.find_nodes(op="output")
-    vals = [x.meta.get("example_value") if isinstance(x, fx.Node) else None for x in output.args[0]]
-    tensors = [k for k, x in enumerate(vals) if isinstance(x, torch.Tensor)]
-    found = ((n, k, vals[k]) for n, k in enumerate(tensors))
-    return [Could(k, n, x.ndim == 0) for n, k, x in found if x is not None and x.requires_grad]
-
-
-@contextlib.contextmanager
-def _detached(module: fx.GraphModule, left_out: Collection[int]) -> Iterator[None]:
-    """In the body the outputs of dynamo's graph with these numbers have no gradient."""
-    (output,) = module.graph.find_nodes(op="output")
-    before = output.args
-    with module.graph.inserting_before(output):
-        made = {k: module.graph.call_method("detach", (before[0][k],)) for k in left_out}
-    output.args = (tuple(made.get(k, x) for k, x in enumerate(before[0])),)
-    module.recompile()
-    try:
-        yield
-    finally:
-        output.args = before
-        for n in made.values():
-            module.graph.erase_node(n)
-
-
 def compile_graph(
     module: fx.GraphModule,
     examples: Sequence[Any],
@@ -260,26 +221,20 @@ def compile_graph(
         owner: the module that it is of, as a DistributedDataParallel around it knows it.
         left_out: numbers of outputs that the plan has no gradients for.
     """
-    kinds = (x.device.type for x in examples if isinstance(x, torch.Tensor))
-    graph = Graph(inputs_of(module.graph, examples), decide, next((k for k in kinds if k != "cpu"), "cpu"))
-    compiler = backend_aot_autograd(
+    kind = kind_of(examples)
+    graph = Graph(inputs_of(module.graph, examples), decide, kind)
+    graph.left_out = frozenset(left_out)
+    graph.of_many_sizes = any(isinstance(x, torch.SymInt) for x in examples)
+    compiled = compile_joint(
+        module,
+        examples,
+        kind,
+        left_out,
         fw_compiler=graph.forward,
         bw_compiler=graph.backward,
         inference_compiler=lambda gm, _: _marked_boxed(_boxed(gm)),
         partition_fn=graph.partition,
-        decompositions={},
-        keep_inference_input_mutations=True,
     )
-    graph.left_out = frozenset(left_out)
-    graph.of_many_sizes = any(isinstance(x, torch.SymInt) for x in examples)
-    with (
-        library_code(),
-        true_results(),
-        casts_cached(module, graph.kind),
-        _detached(module, left_out),
-        functorch_config.patch(backward_pass_autocast="off"),  # which runs outside of the region
-    ):
-        compiled = compiler(module, examples)
     graph.forget()
     for n in module.graph.nodes:  # whose fake values hold small real ones, by their gradient functions
         if n.op != "placeholder":

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.graphs.graph import Could, Graph
+from executor.graphs.graph import Graph
 from executor.matching import check_kind
 from executor.rewriting import rewritten
 from executor.training.mismatch import another_graph, by_ones_alone, elements
 from simulator.core.problem import Problem
 from simulator.core.replay import replay
+from tracer.capture.compiling import Could
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program
 from tracer.record.sketch import ops_of

@@ -13,12 +13,8 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
-import logging
 import sys
 import time
-import traceback
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.autograd import forward_ad
 
-from executor.graphs.graph import Graph, compile_graph, differentiable
+from executor.graphs.graph import Graph, compile_graph
 from executor.training import bypass
 from executor.training.match import (
     Fitted,
@@ -46,8 +42,8 @@ from executor.training.mismatch import HINT, check_parameters
 from executor.training.planning import Wanted, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, CaptureNote, Receipt
 from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
-from tracer.capture.refusals import check_capturable
-from tracer.capture.scopes import known_to_dynamo
+from tracer.capture.compiling import by_dynamo, calling, differentiable
+from tracer.capture.refusals import check_capturable, refusal
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.record.sketch import sketch
@@ -56,12 +52,9 @@ from tracer.step.context import is_fake
 from tracer.step.joined import WithLoss
 from tracer.step.loop import scalar
 from tracer.step.loop_options import JOIN_LOSS
-from tracer.step.user_errors import first_line, user_line
 from tracer.torch_api import (
-    BackendCompilerFailed,
     TorchDynamoException,
     disable_dynamo,
-    dynamo_config,
     inside_torch_func,
     one_at_a_time,
     pytree,
@@ -77,19 +70,6 @@ MOST_WARNINGS: Final = 8
 MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
 NOTHING: Final = "torch compiled nothing of this call, and ran the model's own forward"
-# What dynamo takes otherwise by default: it would run a call without its plan, unseen, or ignore a hook added later.
-SETTINGS: Final = {
-    "recompile_limit": 256,
-    "accumulated_recompile_limit": 1024,
-    "fail_on_recompile_limit_hit": True,
-    "skip_nnmodule_hook_guards": False,
-    "allow_unspec_int_on_nn_module": True,
-    "optimize_ddp": False,
-    "specialize_float": True,
-    "trace_autograd_ops": True,
-    "allow_rnn": True,  # as the trace has them; their dropout is kept by `tracer.capture.scopes.library_code`
-    "suppress_errors": False,
-}
 
 
 class _ManySizes(PlanError):
@@ -255,15 +235,13 @@ class _State:
             check_autocast(self.plan, now)
         if self.run is None:
             dynamic = False if self.static else None
-            self.run = torch.compile(
-                _alone(_call), backend=self.backend(module), fullgraph=True, dynamic=dynamic
-            )
+            self.run = by_dynamo(self.backend(module), dynamic=dynamic)
         self.call, before = (args, kwargs), self.steps()
         try:
-            with dynamo_config.patch(**SETTINGS, ignore_logging_functions=_logs()), known_to_dynamo(kwargs):
+            with calling(kwargs):
                 made = self.run(forward, args, kwargs)
         except TorchDynamoException as error:
-            raise _refusal(module, error) from error
+            raise refusal(type(module).__name__, error, HINT) from error
         finally:
             self.call = (), {}
         if self.steps() == before:
@@ -313,38 +291,6 @@ class _State:
             peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         )
-
-
-def _logs() -> set[Any]:
-    """What transformers calls to say something once, which a graph leaves out."""
-    names = ("warning_once", "info_once", "warning_advice")
-    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
-
-
-def _call(forward: Any, args: Any, kwargs: Any) -> Any:
-    """What is compiled."""
-    return forward(*args, **kwargs)
-
-
-def _alone(function: Any) -> Any:
-    """The function with code and a name of its own: by these dynamo keeps what it compiled, and which sizes varied."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return types.FunctionType(code, function.__globals__, code.co_name)
-
-
-_numbers: Final = itertools.count(1)
-
-
-def _refusal(module: nn.Module, error: Exception) -> LowtideError:
-    """Why a call could not be compiled, in our own words."""
-    inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
-    if isinstance(inner, LowtideError):
-        return inner
-    where = user_line(getattr(inner, "real_stack", None) or traceback.StackSummary())
-    return CaptureError(
-        f"{type(module).__name__} cannot be captured by torch.compile: {first_line(inner)}{where}. Mend that line, or "
-        f"leave what it is in out of the planned module{HINT}"
-    )
 
 
 def _callers_level() -> int:

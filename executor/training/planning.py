@@ -21,7 +21,6 @@ from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
-from tracer.capture.state import own_hooks_off
 from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
@@ -102,7 +101,7 @@ def record(
     step = in_hand(bare, batch, loss, wanted.optimizer, wanted.scaler, {}, options, 0)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
-    with left_as_found(False), own_hooks_off(bare):
+    with left_as_found(False):
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where))
         found = record_joined(step, draft, ProfileUse(), device=str(where)) if join else None
     given = split_batch(bare, to_device(batch, str(where), None), loss)

@@ -434,7 +434,7 @@ def test_verification_notices_another_dropout_kernel(monkeypatch: pytest.MonkeyP
             if n.target is torch.ops.aten.mul.Scalar:
                 n.args = (n.args[0], n.args[1] * (1 + 1e-3))
 
-    monkeypatch.setattr("tracer.capture.capture.split_dropout", scaled_wrongly)
+    monkeypatch.setattr("tracer.capture.captured.split_dropout", scaled_wrongly)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert outcome.max_abs_difference["loss"] > 0
@@ -496,7 +496,7 @@ def test_a_graph_whose_kernels_differ_from_eager_s_by_rounding_is_equal_but_not_
             if n.target is torch.ops.aten.mul.Scalar:
                 n.args = (n.args[0], n.args[1] * (1 + 2e-7))
 
-    monkeypatch.setattr("tracer.capture.capture.split_dropout", rounded)
+    monkeypatch.setattr("tracer.capture.captured.split_dropout", rounded)
     outcome = verify(build, plan, steps=1)
     assert outcome.equal
     assert not outcome.bit_equal

@@ -27,11 +27,6 @@ def cached_unless_compiling(function: Any) -> Any:
     return wrapper
 
 
-@lru_cache
-def plain_table(size: int) -> torch.Tensor:
-    return torch.arange(size).flip(0)
-
-
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -58,16 +53,3 @@ def test_a_cached_table_is_made_by_the_step() -> None:
     real = measure(step, build, "cpu", rounds=1, warmup=1).finish()
     assert verify(build, plan_of(real), "cpu", 2).bit_equal
     assert type(Positions.table(6)) is torch.Tensor  # the cache that eager fills is its own
-
-
-def test_caches_of_the_model_s_file_are_emptied() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from tracer.capture.torch_fixes.caches import emptied_caches
-
-    with emptied_caches(Positions()), FakeTensorMode():
-        plain_table(3)
-        Positions.table(3)
-        assert plain_table.cache_info().currsize == 1
-    assert plain_table.cache_info().currsize == 0
-    assert type(Positions.table(3)) is torch.Tensor

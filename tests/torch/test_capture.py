@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from tracer.record.program import Program, is_random  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from tracer.step.user_errors import blame  # noqa: E402
-from tracer.torch_api import FakeTensor, from_functional  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
 from traces.records.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402
 
@@ -203,7 +201,7 @@ def line_of(text: str) -> int:
 @pytest.mark.parametrize(
     ("function", "op", "line"),
     [
-        ("branching", "_local_scalar_dense", "if y.sum() > 0"),
+        ("branching", "looks at the data", "if y.sum() > 0"),
         ("nonzero", "nonzero", "rows = x.sum(1).nonzero()"),
         ("loss_reads_data", "_local_scalar_dense", "return total * 2 if total.item()"),
     ],
@@ -220,7 +218,7 @@ def test_what_depends_on_data_is_refused_with_the_op_and_the_user_s_line(
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("unused", "no output of the model depends on a parameter"),
+        ("unused", "no output of the model that the loss differentiates depends on a parameter"),
         ("wrong_targets", "broadcast"),
         ("loss_raises", f"{re.escape(small_nets.__file__)}:\\d+, in loss"),
         ("detached_loss", "does not require grad"),
@@ -240,29 +238,11 @@ def test_no_trainable_parameter() -> None:
         capture_step(step_of(model, torch.randn(2, 3), lambda y: y.sum(), None))
 
 
-def test_no_real_constant_outlives_a_capture_in_what_the_model_returns() -> None:
-    """On a GPU it would hold memory there as long as the plan does."""
-
-    class Cache:
-        def __init__(self, n: torch.Tensor) -> None:
-            self.layers = [SimpleNamespace(n=n)]
-
-    class Net(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
-            return super().forward(x), Cache(torch.tensor(3).to(x.device))
-
-    captured = capture(Net(4, 4), (torch.randn(2, 4),), {}, lambda outputs: [True, False])
-    (cache,) = (x for x in captured.output_template if isinstance(x, Cache))
-    held = from_functional(cache.layers[0].n.elem)
-    assert isinstance(held, FakeTensor)
-    assert held.constant is None
-
-
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     model = small_nets.Branching()
     parameters = {n: id(p) for n, p in model.named_parameters()}
     with pytest.raises(CaptureError):
-        capture(model, (torch.randn(2, 4),), {}, lambda y: [True])
+        capture(model, (torch.randn(2, 4),), {}, lambda y: {id(y)})
     assert {n: id(p) for n, p in model.named_parameters()} == parameters
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

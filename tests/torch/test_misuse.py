@@ -1481,20 +1481,6 @@ def test_a_parameter_in_a_list_is_refused() -> None:
     m = Tensors()
     m.several[0].requires_grad_()
     with pytest.raises(CaptureError, match=r"shape \(8,\) that requires a gradient"):
-        capture(m, (batch(),), {}, lambda out: [True])
+        capture(m, (batch(),), {}, lambda out: {id(out)})
     m.several[0].requires_grad_(False)
-    assert capture(m, (batch(),), {}, lambda out: [True]).forward
-
-
-class Numbered(WithGlobals):
-    made = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Numbered.made += 1
-        return super().forward(x)
-
-
-def test_a_counter_of_the_class_is_refused_and_as_it_was() -> None:
-    with pytest.raises(CaptureError, match="the attribute made of the class Numbered"):
-        capture(Numbered(), (batch(),), {}, lambda out: [True])
-    assert Numbered.made == 0
+    assert capture(m, (batch(),), {}, lambda out: {id(out)}).forward

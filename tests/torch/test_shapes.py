@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-import tracer.record.one_graph as one_graph  # noqa: E402
-import tracer.record.step as step_module  # noqa: E402
+import tracer.capture.capture as capture_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.measuring import peaks_of  # noqa: E402
 from simulator.api import plan as plan_for  # noqa: E402
@@ -33,7 +32,7 @@ from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.step.loop import run_step  # noqa: E402
 from tracer.step.loop_options import JOIN_LOSS  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import CaptureError, SpecError  # noqa: E402
+from traces.errors import SpecError  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 from traces.shapes import Shapes, Sizes  # noqa: E402
 
@@ -45,15 +44,15 @@ def over(model: str, shapes: Shapes, **options: Any) -> list[tuple[Sizes, Trace]
 
 
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is captured for itself from now on."""
+    """The joint graphs that are made from now on."""
     seen: list[Any] = []
-    capture_step = step_module.capture_step
+    inner = capture_module._joint
 
-    def counted(step: Any, target: Any) -> Any:
-        seen.append(step)
-        return capture_step(step, target)
+    def counted(graph: Any, own: Any, wanted: Any) -> Any:
+        seen.append(graph)
+        return inner(graph, own, wanted)
 
-    monkeypatch.setattr(step_module, "capture_step", counted)
+    monkeypatch.setattr(capture_module, "_joint", counted)
     return seen
 
 
@@ -130,19 +129,6 @@ def test_a_model_that_decides_by_sizes() -> None:
     assert not found.holds
 
 
-def test_a_graph_that_gives_another_trace_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = captures(monkeypatch)
-    assert len(over(HERE, Shapes.parse("seq-len=3:11:2"), batch_size=2)) == 5
-    assert len(seen) == one_graph.COMPARED
-    seen.clear()
-
-    def differs(*_: Any) -> None:
-        raise CaptureError("another")
-
-    monkeypatch.setattr(one_graph, "check_same", differs)
-    assert len(over(HERE, Shapes.parse("seq-len=3:11:2"), batch_size=2)) == len(seen) == 5
-
-
 def test_the_longest_that_the_model_takes_has_the_same_graph() -> None:
     """There a slice takes all, and torch records an alias; a plan for it applies to shorter calls all the same."""
     shapes = Shapes.parse("seq-len=6:12:2")
@@ -174,7 +160,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`simulate --shapes` starts `trace --shapes`, and uses again what it made."""
     transformers()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(step_module.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(capture_module.__file__).parents[2]))
     run, words = CliRunner().invoke, ["--batch-size", "2", "--target", "h100", "-q"]
     refused = run(trace_command, ["gpt2-tiny", "--shapes", "seq-len=7:8", "--device", "cpu"])
     assert "leave --device out" in refused.output
@@ -280,7 +266,7 @@ def test_a_loss_head_runs_in_tiles_at_every_length(loss: Any, monkeypatch: pytes
     given, peaks, predicted, budget = trained(
         f"{__file__}:{loss.__name__}", "seq-len=2:98:12", 30, {"allow": "fp", "never": ["*"]}, batch_size=1
     )
-    assert len(seen) == one_graph.COMPARED * (1 + (loss is outside))
+    assert len(seen) <= 2 * (1 + (loss is outside))
     assert len(set(given)) == len(predicted) == 9
     assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []
     assert max(peaks) <= budget

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What is replaced while the body of a `with` runs: the names of its parameters; "?": Python does not know them.
 REPLACED = {
-    "torch.Tensor.register_hook": "self hook",
     "torch._C._cuda_memoryStats": "?",
     "torch._C._cuda_resetPeakMemoryStats": "?",
     "torch._C._get_deterministic_algorithms": "?",
@@ -32,7 +31,6 @@ REPLACED = {
         "input hidden params has_biases num_layers dropout train bidirectional batch_first layer_fn"
     ),
     "torch._decomp.decompositions.select_one_layer_lstm_function": "input hx params",
-    "torch._dynamo.utils.assert_no_fake_params_or_buffers": "gm",
     "torch._meta_registrations._meta_grouped_mm_common": (
         "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
     ),
@@ -42,14 +40,9 @@ REPLACED = {
         "only_inputs allow_unused is_grads_batched materialize_grads"
     ),
     "torch.clear_autocast_cache": "?",
-    "torch.compiler._is_compiling_flag": "?",
     "torch.linspace": "?",
-    "torch.nn.Module.__setattr__": "self name value",
     "torch.nn.Module._apply": "self fn recurse",
-    "torch.nn.RNNBase.flatten_parameters": "self",
     "torch.nn.init._no_grad_trunc_normal_": "tensor mean std a b generator",
-    "torch.nn.modules.transformer._detect_is_causal_mask": "mask is_causal size",
-    "torch.nn.modules.transformer._generate_square_subsequent_mask": "sz device dtype",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",
     "torch.Tensor.__deepcopy__": "self memo",
     "torch.nn.Parameter.__deepcopy__": "self memo",
@@ -63,8 +56,8 @@ READ = {
 # _parameters, do not show.
 OF_OBJECTS = {
     "_apply", "_attn_implementation", "_boxed_call", "_cdata", "_compiled_call_impl", "_destroy", "_dispatch_cache",
-    "_expr", "_fields", "_forward_hooks", "_getframe", "_growth_tracker",
-    "_init_group", "_lru_cache_wrapper", "_model_mapping", "_modules",
+    "_fields", "_getframe", "_growth_tracker",
+    "_init_group", "_model_mapping",
     "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
     "_schema", "_sequence_nr",
 }  # fmt: skip

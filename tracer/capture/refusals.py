@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any
+import traceback
+from typing import Final
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tracer.step.loop import TrainingStep
 from tracer.step.release import needs_closure
-from tracer.torch_api import BatchNorm, top_saved_tensors_default_hooks
-from traces.errors import CaptureError, OptimizerError
+from tracer.step.user_errors import first_line, is_data_dependent, user_line
+from tracer.torch_api import BackendCompilerFailed, TorchDynamoException
+from traces.errors import CaptureError, LowtideError, OptimizerError
+
+BATCH_NORM: Final = nn.functional.batch_norm
 
 
 def check_capturable(model: nn.Module) -> None:
@@ -72,36 +77,64 @@ def check_step(step: TrainingStep) -> None:
         )
 
 
-def tangent_of(output: Any) -> int:
-    """Which of the model's outputs a tangent of the captured graph is of. Raises CaptureError if it is of a tensor that
-    forward overwrites and that takes part in backward.
+def refusal(name: str, error: Exception, hint: str = ".") -> LowtideError:
+    """Why torch.compile captured no graph of a call, in our own words.
+
+    Args:
+        name: of the model's class.
+        error: what torch.compile raised.
+        hint: what else helps, as the sentence ends.
     """
-    if hasattr(output, "idx"):
-        return int(output.idx)
-    written = getattr(output.mutated_input, "target", "").removeprefix("model.")
-    what = f"the parameter {written}" if written else "a tensor of the batch that requires a gradient"
-    raise CaptureError(
-        f"the model cannot be captured: forward overwrites {what}, as an embedding with max_norm does at every call. "
-        "Only buffers and what takes no part in backward may be overwritten in forward; do it after the optimizer's "
-        "step."
+    inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    if isinstance(inner, LowtideError):
+        return inner
+    where = user_line(getattr(inner, "real_stack", None) or traceback.StackSummary())
+    if is_data_dependent(inner):
+        return on_data(name, "Python looks at the data of a tensor", where, hint)
+    cause = inner.__cause__
+    if isinstance(cause, Exception) and not isinstance(cause, TorchDynamoException):
+        told = f"{type(cause).__name__}: {first_line(cause)}"
+    else:
+        explained = re.search(r"Explanation: (.*)", str(inner))
+        told = explained[1].rstrip(".") if explained else first_line(inner)
+    return CaptureError(
+        f"{name} cannot be captured by torch.compile: {told}{where}. Mend that line, or leave what it is in out of the "
+        f"planned module{hint}"
     )
 
 
-def check_statistics(module: BatchNorm, path: str) -> None:
-    """Raise CaptureError for a batch norm that updates its statistics twice, inside `torch.utils.checkpoint`, or by a
-    factor that each step has anew."""
-    if not (module.training and module.track_running_stats):
-        return
-    if module.momentum is None:
-        raise CaptureError(
-            f"the model cannot be captured: the batch norm {path} has momentum=None, with which each step updates its "
-            "running statistics by another factor, one over the batches so far. Give it a momentum, such as "
-            "torch's own 0.1."
-        )
-    hooks = top_saved_tensors_default_hooks(True)
-    if hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", ""):
-        raise CaptureError(
-            f"the model cannot be captured: the batch norm {path} runs inside torch.utils.checkpoint, which runs it "
-            "twice a step and so updates its running statistics twice; a plan's recomputation updates them once. Leave "
-            "the model's own checkpointing out (in torchvision: memory_efficient=False); a plan takes its place."
-        )
+def check_graph(module: fx.GraphModule) -> None:
+    """Raise CaptureError for what dynamo captures and no plan can hold: an op whose result has a shape, or is a number,
+    that is data; a batch norm that `torch.utils.checkpoint` runs twice, and so updates its statistics twice."""
+    for n in module.graph.nodes:
+        where = _line(n)
+        if n.meta.get("unbacked_bindings"):
+            op = getattr(n.target, "__name__", n.target)
+            what = f"what {op} gives has a shape that depends on data, or is a number of them"
+            raise on_data("the model", what, where)
+        if getattr(n.target, "__name__", "") == "tag_activation_checkpoint":
+            body = getattr(module, n.args[0].target).graph.find_nodes(op="call_function", target=BATCH_NORM)
+            if any(
+                norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False) for norm in body
+            ):
+                raise CaptureError(
+                    f"the model cannot be captured: a batch norm runs inside torch.utils.checkpoint{where}, which runs "
+                    "it twice a step and so updates its running statistics twice; a plan's recomputation updates them "
+                    "once. Leave the model's own checkpointing out (in torchvision: memory_efficient=False); a plan "
+                    "takes its place."
+                )
+
+
+def _line(n: fx.Node) -> str:
+    """The user's line of a node of dynamo's graph."""
+    frames = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', n.meta.get("stack_trace") or "")
+    stack = [traceback.FrameSummary(f, int(k), name, line=line) for f, k, name, line in frames]
+    return user_line(traceback.StackSummary.from_list(stack))
+
+
+def on_data(name: str, what: str, where: str, hint: str = ".") -> CaptureError:
+    """The error for a model whose ops depend on the data of tensors."""
+    return CaptureError(
+        f"{name} cannot be captured: {what}{where}. Only one fixed sequence of ops can be planned; replace the branch "
+        f"by torch.where or by a Python value that is known beforehand{hint}"
+    )

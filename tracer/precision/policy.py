@@ -38,20 +38,6 @@ class Autocast:
         with torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache):
             yield
 
-    @contextlib.contextmanager
-    def captured_region(self) -> Iterator[None]:
-        """The state inside a capture, which switches the cache off for what it calls (see
-        `tracer.precision.cast_cache`)."""
-        import torch
-
-        before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(self.cache)
-        try:
-            with self.region():
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(before)
-
     def __str__(self) -> str:
         if not self.dtype:
             return "no autocast"

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.capture.looks import Checks
 from tracer.costs.approximate import library_storages, rerun_workspaces
 from tracer.costs.calibration import Costs
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
+from tracer.record.checks import checked
 from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
@@ -68,7 +68,7 @@ def assemble(
                 gradients.update(_gradients(step, recorder))
         recorder.begin(phase)
 
-    with mode, explained(step.name), Checks(again=False):
+    with mode, explained(step.name), checked():
         first_update = _FirstUpdate(step)
         with recorder, recorder.paused(), first_update:
             run_step(step, stub, step.optimizer, recorder.begin)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tracer.capture.capture import Captured
+from tracer.capture.captured import Captured
 from tracer.capture.passes.batch_norm import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.sizes import Known, at, number
@@ -126,17 +126,14 @@ class Program:
 
 
 @no_garbage()
-def program_of(
-    captured: Captured, shares: Iterable[Iterable[int]] | None = None, known: Known | None = None
-) -> Program:
+def program_of(captured: Captured, shares: Iterable[Iterable[int]] | None = None) -> Program:
     """Run the graph on fake tensors and note what it does to storages.
 
     Args:
         shares: which tensor arguments are to count as sharing a storage, by their numbers; None: those that did when
             it was captured. Which do decides no op of the graph, but what storages there are.
-        known: of a graph for calls of many sizes, those to run it at.
     """
-    run = _Run(captured, shares, known)
+    run = _Run(captured, shares)
     run.placeholders()
     run.constants()
     # The buffers that the step overwrites.
@@ -167,17 +164,15 @@ def program_of(
         tangent_storages=tuple(run.tangents),
         gradient_storages=tuple(dict.fromkeys(storage_of[g][0] for g in grads)),
         shares=shared_groups(s for _, s in sorted(run.arguments.items())),
-        known=known,
+        known=captured.known or None,
     )
 
 
 class _Run:
     """One run of a captured graph on fake tensors: the value of every node, and the rows of ops and storages."""
 
-    def __init__(
-        self, captured: Captured, shares: Iterable[Iterable[int]] | None, known: Known | None
-    ) -> None:
-        self.captured, self.known = captured, known
+    def __init__(self, captured: Captured, shares: Iterable[Iterable[int]] | None) -> None:
+        self.captured, self.known = captured, captured.known or None
         # By the number of a tensor argument: the first that shares its storage.
         self.first_of = (
             None if shares is None else {k: min(group) for group in map(list, shares) for k in group}
@@ -250,7 +245,8 @@ class _Run:
         for n in self.captured.graph_module.graph.nodes:
             if n.op != "get_attr":
                 continue
-            x = self.env[n] = getattr(self.captured.graph_module, n.target)
+            val = n.meta.get("val")  # a fake one of the graph's own mode
+            x = self.env[n] = getattr(self.captured.graph_module, n.target) if val is None else val
             if isinstance(x, torch.Tensor):
                 with self.mode:
                     x = self.env[n] = x if isinstance(x, FakeTensor) else self.mode.from_tensor(x)

@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tracer.capture.capture import Captured, capture, forward_once
+from tracer.capture.capture import Capturing
+from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
 from tracer.costs.calibration import Costs
 from tracer.costs.profiles import board_of
 from tracer.environment import versions
 from tracer.record.assemble import assemble
+from tracer.record.checks import checked
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
@@ -38,6 +40,7 @@ from tracer.step.context import copies_of_constants
 from tracer.step.loop import Enough, TrainingStep, run_step
 from tracer.step.loop_options import ORDINARY
 from tracer.step.step import BuildStep, load_spec
+from tracer.step.user_errors import explained
 from tracer.torch_api import FakeTensorMode, pytree, replaced
 from traces.devices import Device
 from traces.devices import device as device_entry
@@ -45,91 +48,55 @@ from traces.errors import CaptureError, SpecError
 from traces.records.trace import OPTIMIZER, TraceMeta
 
 
-def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
-    """Which of the model's outputs the loss differentiates, as `capture` asks for it.
+def differentiated(step: TrainingStep, returned: Any) -> set[int]:
+    """The ids of the outputs that the loss differentiates.
 
-    If only one output can have a gradient, it is that one; if the model computes the loss, it is the loss. Otherwise
-    the step runs once, forward only, and autograd is asked.
+    If only one could have a gradient, it is that one; if the model computes the loss, it is the loss. Otherwise the
+    loss is computed of them, and differentiated.
+
+    Args:
+        returned: what the model returns; its tensors are leaves of autograd's graph.
     """
-    answer: list[Sequence[bool]] = []
+    tensors = [x for x in pytree.tree_leaves(returned) if isinstance(x, torch.Tensor) and x.requires_grad]
+    could = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+    if len(could) <= 1:
+        return set(map(id, could))
+    if step.loss is loss_in_outputs:
+        return {id(step.loss(returned))}
 
-    def differentiable(leaves: Sequence[Any]) -> list[bool]:
-        tensors = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in leaves]
-        return [x is not None and (x.is_floating_point() or x.is_complex()) for x in tensors]
+    def until_backward(phase: str) -> None:
+        if phase == OPTIMIZER and any(x.grad is not None for x in could):
+            raise Enough
 
-    def ask(outputs: Any) -> Sequence[bool]:
-        leaves = pytree.tree_leaves(outputs)
-        could = differentiable(leaves)
-        if sum(could) <= 1:
-            return could
-        if step.loss is loss_in_outputs:
-            loss = step.loss(outputs)
-            return [x is loss for x in leaves]
-        if not answer:
-            raise _NeedsRun
-        return answer[0]
-
-    def run() -> None:
-        apart: list[Any] = []
-        could: list[bool] = []
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten(step.model(*args, **kwargs))
-            could[:] = differentiable(leaves)
-            # Apart from one another: an output from which another is made is not thereby one that the loss uses.
-            apart[:] = [x.detach().requires_grad_() if c else x for x, c in zip(leaves, could, strict=True)]
-            return pytree.tree_unflatten(apart, spec)
-
-        def until_backward(phase: str) -> None:
-            if phase == OPTIMIZER and apart:
-                raise Enough
-
-        with contextlib.suppress(Enough):
-            run_step(replace(step, loop=ORDINARY), call, step.optimizer, until_backward)
-        answer.append([c and x.grad is not None for x, c in zip(apart, could, strict=True)])
-
-    ask.run = run  # type: ignore[attr-defined]
-    return ask
+    with contextlib.suppress(Enough), explained(step.name), checked():
+        run_step(replace(step, loop=ORDINARY), lambda *_, **__: returned, step.optimizer, until_backward)
+    return {id(x) for x in could if x.grad is not None}
 
 
-class _NeedsRun(Exception):
-    """Several outputs could have a gradient: the step must run once to see which do."""
-
-
-def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
+def capture_step(
+    step: TrainingStep, target: Device | None = None, capturing: Capturing | None = None
+) -> Captured:
     """Capture the model of a training step, with the outputs that its loss differentiates.
 
-    target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
+    Args:
+        target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
+        capturing: what captured steps of other sizes.
     """
     check_step(step)
-    captured = _captured(step, target)
-    for leaf in captured.output_template:
-        if any(x.requires_grad for x in hidden_tensors(leaf)):
-            name = type(leaf).__name__
-            raise CaptureError(
-                f"{step.name}: the model returns a {name}, in which nobody finds its tensors, so that backward would "
-                "not reach them. Return them in a tuple or a dict and make it of them in the loss, or, if it is a "
-                f"dataclass, make it known with torch.export.register_dataclass({name})."
-            )
-    if not captured.grad_outputs:
-        raise CaptureError(
-            f"{step.name}: no output of the model depends on a parameter that requires a gradient, so there is no "
-            "backward to plan."
-        )
-    return captured
 
+    def wanted(returned: Any) -> set[int]:
+        for leaf in pytree.tree_leaves(returned):
+            if any(x.requires_grad for x in hidden_tensors(leaf)):
+                name = type(leaf).__name__
+                raise CaptureError(
+                    f"{step.name}: the model returns a {name}, in which nobody finds its tensors, so that backward "
+                    "would not reach them. Return them in a tuple or a dict and make it of them in the loss, or, if it "
+                    f"is a dataclass, make it known with torch.export.register_dataclass({name})."
+                )
+        return differentiated(step, returned)
 
-def _captured(step: TrainingStep, target: Device | None) -> Captured:
-    ask: Any = wants_gradient(step)
-    try:
-        return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
-    except (_NeedsRun, CaptureError) as error:
-        # No name for the cause: it would hold the frames of all callers, with what is in them, until garbage is
-        # searched for; a training loop's outputs, where its first call is planned.
-        if not isinstance(error, _NeedsRun) and not isinstance(error.__cause__, _NeedsRun):
-            raise
-    forward_once(step.model, ask.run)
-    return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
+    capturing = capturing or Capturing()
+    return capturing(step.model, step.args, step.kwargs, wanted, target, step.autocast)
 
 
 def trace_step(
@@ -158,9 +125,7 @@ def trace_step(
     with fake_mode() as mode:
         # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
-        known = program(step)
-        captured = known.captured if known is not None else capture_step(step, target if as_gpu else None)
-        made = known or program_of(captured)
+        made = program(step) or program_of(capture_step(step, target if as_gpu else None))
         kind = target.kind if as_gpu else device.partition(":")[0]
         return assemble(step, made, mode, target, header(step, made, build, kind, target), costs)
 
@@ -211,7 +176,7 @@ def header(step: TrainingStep, program: Program, build: BuildStep, device: str, 
         target=target.name,
         torch_version=torch.__version__,
         versions=versions(),
-        grad_outputs=program.captured.grad_outputs,
+        grad_outputs=program.captured.differentiated,
         moved=_moved(step.model, program),
         flattened=_flattened(step.model, program),
         graph_fingerprint=program.fingerprint(),

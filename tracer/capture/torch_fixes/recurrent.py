@@ -46,13 +46,9 @@ def trainable_layers() -> Iterator[None]:
                 x = torch.dropout(x, dropout, train=True)
         return (x.transpose(0, 1) if batch_first else x), last
 
-    with (
-        replaced(
-            decompositions,
-            _rnn_helper=layer_by_layer,
-            select_one_layer_lstm_function=lambda *_: decompositions.one_layer_lstm,
-        ),
-        # On CUDA it puts the weights into one piece for cuDNN, and asks where they lie, which fake ones do not say.
-        replaced(torch.nn.RNNBase, flatten_parameters=lambda self: None),
+    with replaced(
+        decompositions,
+        _rnn_helper=layer_by_layer,
+        select_one_layer_lstm_function=lambda *_: decompositions.one_layer_lstm,
     ):
         yield

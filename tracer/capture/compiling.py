@@ -1,0 +1,139 @@
+"""Let dynamo capture a call and AOTAutograd make its joint graph: on fake tensors for a trace, and for the step that
+runs by a plan, which so cannot differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from tracer.capture.library import known_to_dynamo, library_code
+from tracer.capture.refusals import check_graph
+from tracer.precision.cast_cache import casts_cached
+from tracer.torch_api import backend_aot_autograd, dynamo_config, functorch_config
+
+# What dynamo takes otherwise by default: it would run a call without its plan, unseen, or ignore a hook added later.
+SETTINGS: Final = {
+    "recompile_limit": 256,
+    "accumulated_recompile_limit": 1024,
+    "fail_on_recompile_limit_hit": True,
+    "skip_nnmodule_hook_guards": False,
+    "allow_unspec_int_on_nn_module": True,
+    "optimize_ddp": False,
+    "specialize_float": True,
+    "trace_autograd_ops": True,
+    "allow_rnn": True,  # their dropout is kept by `tracer.capture.library.library_code`
+    "suppress_errors": False,
+}
+Compiled = Callable[..., Any]
+
+
+def by_dynamo(backend: Callable[..., Any], *, dynamic: bool | None = False) -> Compiled:
+    """What calls a model's forward, `run(forward, args, kwargs)`, in one graph that dynamo gives to the backend."""
+    return torch.compile(_alone(_call), backend=backend, fullgraph=True, dynamic=dynamic)
+
+
+@contextlib.contextmanager
+def calling(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Around each call of what `by_dynamo` made; `kwargs`: of that call."""
+    with dynamo_config.patch(**SETTINGS, ignore_logging_functions=_logs()), known_to_dynamo(kwargs):
+        yield
+
+
+def _call(forward: Any, args: Any, kwargs: Any) -> Any:
+    """What is compiled."""
+    return forward(*args, **kwargs)
+
+
+def _alone(function: Any) -> Any:
+    """The function with code and a name of its own: by these dynamo keeps what it compiled, and which sizes varied."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return types.FunctionType(code, function.__globals__, code.co_name)
+
+
+_numbers: Final = itertools.count(1)
+
+
+def _logs() -> set[Any]:
+    """What transformers calls to say something once, which a graph leaves out."""
+    names = ("warning_once", "info_once", "warning_advice")
+    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+
+
+def compile_joint(
+    module: fx.GraphModule, examples: Sequence[Any], kind: str, left_out: Collection[int], **compilers: Any
+) -> Compiled:
+    """Compile what dynamo captured by way of its joint graph, with torch's kernels whole.
+
+    Args:
+        module, examples: what dynamo gave to its backend.
+        kind: the type of the device.
+        left_out: numbers of outputs that have no gradient.
+        compilers: `fw_compiler`, `bw_compiler`, `inference_compiler` and `partition_fn` of AOTAutograd.
+
+    Raises:
+        CaptureError: see `check_graph`.
+    """
+    check_graph(module)
+    compiler = backend_aot_autograd(**compilers, decompositions={}, keep_inference_input_mutations=True)
+    with (
+        library_code(),
+        casts_cached(module, kind),
+        _detached(module, left_out),
+        functorch_config.patch(backward_pass_autocast="off"),  # which runs outside of the region
+    ):
+        return compiler(module, examples)
+
+
+def kind_of(examples: Sequence[Any]) -> str:
+    """The type of the device that a graph's inputs are on."""
+    kinds = (x.device.type for x in examples if isinstance(x, torch.Tensor))
+    return next((k for k in kinds if k != "cpu"), "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Could:
+    """An output of dynamo's graph that a loss could differentiate."""
+
+    place: int  # among all outputs
+    number: int  # among those that are tensors
+    scalar: bool
+
+
+def differentiable(module: fx.GraphModule) -> list[Could]:
+    """The outputs of dynamo's graph that a loss could differentiate."""
+    vals = output_values(module)
+    tensors = [k for k, x in enumerate(vals) if isinstance(x, torch.Tensor)]
+    found = ((n, k, vals[k]) for n, k in enumerate(tensors))
+    return [Could(k, n, x.ndim == 0) for n, k, x in found if x.requires_grad]
+
+
+def output_values(module: fx.GraphModule) -> list[Any]:
+    """The values of the outputs of dynamo's graph: fake tensors, sizes, constants."""
+    (output,) = module.graph.find_nodes(op="output")
+    return [x.meta.get("example_value") if isinstance(x, fx.Node) else x for x in output.args[0]]
+
+
+@contextlib.contextmanager
+def _detached(module: fx.GraphModule, left_out: Collection[int]) -> Iterator[None]:
+    """In the body the outputs of dynamo's graph with these numbers have no gradient."""
+    (output,) = module.graph.find_nodes(op="output")
+    before = output.args
+    with module.graph.inserting_before(output):
+        made = {k: module.graph.call_method("detach", (before[0][k],)) for k in left_out}
+    output.args = (tuple(made.get(k, x) for k, x in enumerate(before[0])),)
+    module.recompile()
+    try:
+        yield
+    finally:
+        output.args = before
+        for n in made.values():
+            module.graph.erase_node(n)

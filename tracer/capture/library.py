@@ -1,0 +1,76 @@
+"""Put around a capture what makes its ops those that eager runs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from tracer.capture.torch_fixes.dropout import idle_dropout
+from tracer.capture.torch_fixes.grouped import true_results
+from tracer.capture.torch_fixes.recurrent import trainable_layers
+from tracer.capture.torch_fixes.whole_kernels import whole_kernels
+from tracer.torch_api import CAPTURING, replaced
+
+
+@contextlib.contextmanager
+def library_code() -> Iterator[None]:
+    """In the body AOTAutograd takes what dynamo captured apart into the ops that eager runs, of the strides that those
+    give."""
+    with trainable_layers(), whole_kernels(), idle_dropout(), true_results():
+        yield
+
+
+@contextlib.contextmanager
+def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """In the body, a call that torch.compile may capture finds what `true_results` says. Transformers takes
+     positions that a model makes itself for those of one sequence, as they are: it looks into them for packed
+    sequences, and where it cannot, in a graph, masks for any.
+
+    Threads may be in the body together.
+
+    Args:
+        kwargs: of the call; positions among them are the user's, and may be of packed sequences.
+    """
+    both = [_results, _positions] if "position_ids" not in kwargs else [_results]
+    with contextlib.ExitStack() as stack:
+        for shared in both:
+            stack.enter_context(shared.body())
+        yield
+
+
+class _Shared:
+    """A context that is entered once for all threads in its body, and left by the last of them."""
+
+    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self.context, self.inside, self.stack = context, 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[None]:
+        with CAPTURING:
+            self.inside += 1
+            if self.inside == 1:
+                self.stack.enter_context(self.context())
+        try:
+            yield
+        finally:
+            with CAPTURING:
+                self.inside -= 1
+                if not self.inside:
+                    self.stack.close()
+
+
+@contextlib.contextmanager
+def _unpacked_sequences() -> Iterator[None]:
+    """transformers looks into the position ids for packed sequences; without any (the eager answer here), None."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    with replaced(masking, find_packed_sequence_indices=lambda position_ids: None):
+        yield
+
+
+_results: Final = _Shared(true_results)
+_positions: Final = _Shared(_unpacked_sequences)
