@@ -181,13 +181,13 @@ def untouched_fit(c: Prediction) -> DeviceFit:
 def untouched_peak_bytes(c: Prediction) -> int:
     """The untouched model's peak of allocated bytes; the captured graph may need less, or more.
 
-    The trace says so if its step was counted as it runs untouched (`tracer/record/untouched.py`). Of older traces, and
-    of those made on a GPU, it is concluded from the graph.
+    The trace says so if the loop was rehearsed or measured as it runs untouched. Of other traces it is concluded from
+    the graph.
 
     Counts: that autograd's own code lets no op take over its input's memory; on the CPU, dropout masks in the type of
     what they mask (`_dropout_impl` in aten/src/ATen/native/Dropout.cpp), where the graph has a byte an element.
     Ignores: what else eager code holds longer. Measured on the CPU for six steps of BERT, GPT-2 and T5, whose eager
-    peaks are 0.6 to 14 % above the graph's: right to within 96 bytes in each. No GPU has confirmed it there.
+    peaks are 0.6 to 14 % above the graph's: right to within 96 bytes in each.
     """
     counted = c.trace.meta.untouched_peak_bytes
     if counted:
