@@ -137,6 +137,9 @@ def lowest_floor(problem: Problem, levers: Levers) -> int:
     return min(lowest(*step) for step in steps)
 
 
+TRIED: Final = "; of the steps as the rewrites that were tried change them"  # after the reason of a bound
+
+
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     """Return what every plan within the budget adds at least, with these levers or without; if there is more to choose
     than the number of tiles of one head, in the combinations that were tried.
@@ -155,10 +158,11 @@ def _lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
     tried = len({r.storage for r in rewrites}) > 1  # of one head, every number of tiles was tried
     if not best.rewrites:
-        return replace(best.bound, tried=tried and best.bound.added_time_ns > 0)
+        tried = tried and best.bound.added_time_ns > 0
+        return replace(best.bound, tried=tried, reason=best.bound.reason + TRIED * tried)
     added = best.least_ns - problem.trace.time_ns if best.bound.feasible else 0
     share = percent(added, problem.trace.time_ns)
-    reason = best.bound.reason + "; of the steps as the rewrites that were tried change them" * tried
+    reason = best.bound.reason + TRIED * tried
     return replace(best.bound, reason=reason, added_time_ns=added, overhead_percent=share, tried=tried)
 
 
