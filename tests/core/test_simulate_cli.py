@@ -20,7 +20,7 @@ from simulator.planners import REGISTRY, plan_with
 from simulator.prediction.ask import silent
 from simulator.prediction.question import Question
 from simulator.studies import tracing
-from simulator.studies.sweep import Sweep, SweepRow, sweep
+from simulator.studies.sweep import Sweep, sweep
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
 from traces.errors import LowtideError
@@ -100,23 +100,14 @@ def test_a_budget_that_cannot_be_met(network: Path, tmp_path: Path) -> None:
     assert "no plan at all can go below" in to_read.stderr
 
 
-@pytest.mark.parametrize("budget", ["0", "abc", "-5%", ""])
-def test_what_is_no_budget(network: Path, budget: str) -> None:
-    result = simulate(network, "--budget", budget)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"budget {budget!r}" in result.stderr
-    no_traceback(result)
-
-
-def test_a_bad_budget_is_refused_before_the_trace_is_opened() -> None:
-    assert "budget 'abc'" in simulate("nowhere", "--budget", "abc").stderr
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["nowhere"], "no such trace directory"),
         (["nowhere", "--budget", "60%"], "no such trace directory"),
+        *(
+            (["nowhere", "--budget", b], f"budget {b!r}") for b in ("0", "abc", "-5%", "")
+        ),  # before it is opened
         (["T", "--bugdet", "60%"], "No such option"),
         (["T", "more"], "unexpected extra argument"),
         (["DAMAGED", "--budget", "60%"], "cannot be read as Parquet"),
@@ -161,20 +152,6 @@ def test_an_output_that_cannot_be_written(network: Path, tmp_path: Path) -> None
         result = simulate(network, "--budget", "60%", "-o", output)
         assert result.exit_code == 2
         no_traceback(result)
-
-
-def test_report_is_handed_trace_plan_and_budget(
-    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("simulator.report.step.write_step", lambda *args: seen.append(args))
-    page = tmp_path / "page.html"
-    assert simulate(network, "--budget", "60%", "--report", page).exit_code == 0
-    ((path, found),) = seen
-    c = found.planned
-    assert found.asked.plan.planner == "save-all"
-    assert (path, c.trace, c.planned_fit.fits) == (page, load(network), None)
-    assert c.plan.budget_bytes == c.budget_bytes == c.saved.timeline.peak_allocated_bytes * 60 // 100
 
 
 def test_planners_are_listed() -> None:
@@ -434,38 +411,11 @@ def test_the_limits_reach_the_planner(
     assert simulate(directory, "--seconds", "-1").exit_code == 2
 
 
-def test_a_sweep_report_is_handed_the_sweep(
+def test_a_sweeps_page_is_of_the_sweep(
     tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("simulator.report.sweep.write_sweep", lambda *args, **more: seen.append(args))
-    page = tmp_path / "page.html"
-    words = ["sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "o", "--report", page]
-    assert simulate(*words).exit_code == 0
-    assert seen[0][0] == page
-    assert seen[0][1] == Sweep.load(tmp_path / "o" / "sweep.json")
-
-
-def test_a_sweep_comes_back_as_it_was(tmp_path: Path) -> None:
-    figures = RunFigures(peak_allocated_bytes=5, step_time_ns=7, peaks_bytes=(5, 5), times_ns=(7,))
-    row = SweepRow(
-        model="m",
-        batch_size=4,
-        planner="p",
-        budget_bytes=6,
-        feasible=True,
-        baseline=figures,
-        plan=figures,
-        overhead_percent=0.5,
-        recomputed_ops=1,
-        breakdown_baseline={"activation": 5},
-        breakdown_plan={"activation": 5},
-        activation_bytes=5,
-        parameter_bytes=0,
-        ops=1,
-        storages=1,
-        flops=9,
-        measured={"eager": figures},
-    )
-    done = Sweep(model="m", options={"seq_len": 7}, target="H200", rows=(row,))
-    assert Sweep.load(done.save(tmp_path / "sweep.json")) == done
+    words = ["sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "o"]
+    assert simulate(*words, "--report", tmp_path / "page.html").exit_code == 0
+    assert seen == [(tmp_path / "page.html", Sweep.load(tmp_path / "o" / "sweep.json"))]
