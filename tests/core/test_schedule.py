@@ -74,37 +74,6 @@ def test_a_shared_value_is_rebuilt_once_for_all() -> None:
     assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc gb ga gw"
 
 
-def test_evict_after_ends_a_retained_value_in_between() -> None:
-    of = diamond()
-    a = Action(storage=named(of, "a"), evict_after=(3,))  # after gc
-    # rebuilt on the way to c, dropped after gc, rebuilt for ga and then kept for gw
-    others = [Action(storage=named(of, n)) for n in "bc"]
-    assert shown(of, a, *others) == "a b c a'[a] b'[b] c'[c] gc gb a'[a] ga gw"
-
-
-def link() -> Trace:
-    """x and z are read by backward; y lies between them and is not."""
-    return trace(
-        [
-            fwd({"x": 4}, "w"),
-            fwd({"y": 4}, "x"),
-            fwd({"z": 4}, "y"),
-            fwd({"out": 4}, "y", "z"),
-            bwd({"g1": 4}, "z"),
-            bwd({"g2": 4}, "g1", "out"),
-            bwd({"g3": 4}, "g2", "x"),
-        ],
-        {"w": 4},
-    )
-
-
-def test_a_link_is_rebuilt_on_the_way_and_goes_with_the_op_that_demanded_it() -> None:
-    of = link()
-    actions = [Action(storage=named(of, n)) for n in ("z", "out")]
-    # z has an action and is shared, so out's chain finds it; y has none and is rebuilt twice
-    assert shown(of, *actions) == "x y z out y'[y] z'[z] g1 y'[y] out'[out] g2 g3"
-
-
 def neighbours() -> Trace:
     """w 4 resident; a, b, c, d of 10 bytes, one made from the other in 5, 7, 11, 13 ns; backward reads dc, cb, ba."""
     forward = [
