@@ -136,7 +136,7 @@ def capture(
 def _own(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[int, tuple[Input, torch.Tensor]]:
-    """What the model and the call give to the graph, by id."""
+    """Return what the model and the call give to the graph, by id."""
     leaves = (x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, torch.Tensor))
     return {
         **dict(_numbered(ARGUMENT, (("", x) for x in dict.fromkeys(leaves)))),
@@ -206,7 +206,7 @@ def _based(captured: Captured, leaf: Any, differentiated: bool) -> Any:
 
 
 def _like(x: Any, known: Known) -> Any:
-    """What stands for an output; a loss can be computed of a tensor, and differentiated."""
+    """Return what stands for an output; a loss can be computed of a tensor, and differentiated."""
     if isinstance(x, torch.SymInt):
         return number(x, known)
     if not isinstance(x, torch.Tensor):

@@ -77,7 +77,7 @@ class Captured:
     not_made: Mapping[int, str] = field(default_factory=dict)
 
     def outputs_from(self, tensors: Sequence[Any]) -> Any:
-        """What the model returns, with `tensors` in the places of its tensor outputs."""
+        """Return what the model returns, with `tensors` in the places of its tensor outputs."""
         leaves = [x.of(tensors) if isinstance(x, At) else x for x in self.output_template]
         return pytree.tree_unflatten(leaves, self.output_spec)
 
@@ -183,7 +183,7 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at its input's storage, by its schema."""
+    """Return whether a node only looks at its input's storage, by its schema."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False

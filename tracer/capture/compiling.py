@@ -37,7 +37,7 @@ Compiled = Callable[..., Any]
 
 
 def by_dynamo(backend: Callable[..., Any], *, dynamic: bool | None = False) -> Compiled:
-    """What calls a model's forward, `run(forward, args, kwargs)`, in one graph that dynamo gives to the backend."""
+    """Return `run(forward, args, kwargs)`, which calls a forward in one graph that dynamo gives to the backend."""
     return torch.compile(_alone(_call), backend=backend, fullgraph=True, dynamic=dynamic)
 
 
@@ -49,7 +49,7 @@ def calling(kwargs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _call(forward: Any, args: Any, kwargs: Any) -> Any:
-    """What is compiled."""
+    """The function that is compiled."""
     return forward(*args, **kwargs)
 
 
@@ -63,7 +63,7 @@ _numbers: Final = itertools.count(1)
 
 
 def _logs() -> set[Any]:
-    """What transformers calls to say something once, which a graph leaves out."""
+    """Return what transformers calls to say something once, which a graph leaves out."""
     names = ("warning_once", "info_once", "warning_advice")
     return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 

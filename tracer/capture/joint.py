@@ -49,7 +49,7 @@ class Joint:
 
 
 def inputs_of(graph: fx.Graph, examples: Sequence[Any]) -> list[Input]:
-    """What the placeholders of dynamo's graph stand for; `examples`: their values, in their order."""
+    """Return what the placeholders of dynamo's graph stand for; `examples`: their values, in their order."""
     found = []
     for n, x in zip(graph.find_nodes(op="placeholder"), examples, strict=True):
         path = getattr(getattr(n.meta.get("grapharg"), "source", None), "name", "")

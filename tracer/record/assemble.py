@@ -153,9 +153,10 @@ class _FirstUpdate(TorchDispatchMode):
         return out
 
     def turns(self) -> tuple[int, ...]:
-        """Of each tensor of the state, after how many writes it was made: those of one number come together, and those
+        """Return after how many writes each tensor of the state was made: those of one number come together, and those
         of -1 were there before the step (Adagrad makes them with itself). Empty if all came before the first write, or
-        nothing was written."""
+        nothing was written.
+        """
         tensors = optimizer_tensors(self._optimizer)
         if not self._there and not 0 <= self._held < len(tensors):
             return ()
@@ -390,10 +391,10 @@ def _gradients(step: TrainingStep, recorder: EagerRecorder) -> set[int]:
 
 
 def _replacements(recorder: EagerRecorder, stay: set[int]) -> dict[int, tuple[int, int]]:
-    """What the optimizer puts in the place of what was there before the step (`state["m"] = new`): the new storage ->
-    the old one, and the row after which that is gone. From there on the old one stands for both, as it is the next
-    step's; so as many bytes are there when the step ends as when it began. `stay`: the storages that the step makes and
-    leaves behind, gradients apart.
+    """Return what the optimizer puts in the place of what was there before the step (`state["m"] = new`): the new
+    storage -> the old one, and the row after which that is gone. From there on the old one stands for both, as it is
+    the next step's; so as many bytes are there when the step ends as when it began. `stay`: the storages that the step
+    makes and leaves behind, gradients apart.
     """
     storages = recorder.storages
     found: dict[int, tuple[int, int]] = {}

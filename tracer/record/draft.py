@@ -50,7 +50,7 @@ class Draft:
         return self.finish()
 
     def priced(self, costs: Costs) -> list[Cost]:
-        """What each op costs."""
+        """Return what each op costs."""
         rows = zip(self.rows, self.created_bytes, strict=True)
         return [costs.of(row, created, self.target) for row, created in rows]
 

@@ -106,12 +106,12 @@ class EagerRecorder(TorchDispatchMode):
         self.phase = phase
 
     def is_true(self) -> bool:
-        """Whether the value that is being asked for is known to be true."""
+        """Return whether the value that is being asked for is known to be true."""
         return False
 
     @property
     def active(self) -> bool:
-        """Whether ops are being recorded."""
+        """True if ops are being recorded."""
         return self._on and not self._paused
 
     def __enter__(self) -> EagerRecorder:
@@ -289,7 +289,7 @@ def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torc
 
 
 def is_op(func: Any) -> bool:
-    """Whether a dispatched function counts as an op: questions about a tensor and profiler marks do not."""
+    """Return whether a dispatched function counts as an op: questions about a tensor and profiler marks do not."""
     return func.namespace not in ("prim", "prims", "profiler")
 
 
@@ -354,13 +354,15 @@ class Scalars:
 
 
 def _single(x: torch.Tensor) -> bool:
-    """Whether a tensor is one number on the CPU, and all that is in its storage."""
+    """Return whether a tensor is one number on the CPU, and all that is in its storage."""
     here = x.dim() == 0 and x.device.type == "cpu" and x.layout == torch.strided
     return here and x.untyped_storage().nbytes() == x.element_size()
 
 
 def _alone(x: torch.Tensor, uses: int) -> bool:
-    """Whether a tensor fills its storage, no other tensor shares that, and no other node of autograd waits for it."""
+    """Return whether a tensor fills its storage, no other tensor shares that, and no other node of autograd waits for
+    it.
+    """
     storage = x.untyped_storage()  # the second that does
     whole = storage.nbytes() == x.numel() * x.element_size()
     return whole and storage_uses(storage._cdata) == 2 and tensor_uses(x) <= uses

@@ -67,7 +67,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def storage_key(x: torch.Tensor) -> int:
-    """What two tensors have in common exactly if they share a storage."""
+    """Return what two tensors have in common exactly if they share a storage."""
     return int(x.untyped_storage()._cdata)
 
 

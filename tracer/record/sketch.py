@@ -1,4 +1,4 @@
-"""What a captured call of a model was like, small enough to travel in a plan: so that a mismatch can be explained."""
+"""Describe a captured call of a model, small enough to travel in a plan, so that a mismatch can be explained."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
 
 
 def header(step: TrainingStep, program: Program, build: BuildStep, device: str, target: Device) -> TraceMeta:
-    """What the trace says about itself."""
+    """Return what the trace says about itself."""
     dtype = next(p for p in step.model.parameters() if p.requires_grad).dtype
     return TraceMeta(
         model=build.model,

@@ -134,7 +134,7 @@ class Found:
         return {n for n in taken if n.args[0] in self.axes}
 
     def record(self, program: Program, ids: Sequence[int]) -> Stretch:
-        """What was found in ids of a trace; `ids`: op of the program -> op of the trace."""
+        """Return what was found in ids of a trace; `ids`: op of the program -> op of the trace."""
         op_of = {n: i for i, op in enumerate(program.ops) for n in (op.node, *op.parts)}
 
         def place(n: fx.Node) -> tuple[int, int]:
@@ -168,7 +168,7 @@ class Found:
 
 
 def found_in(program: Program) -> tuple[Found, ...]:
-    """What of a program could run in tiles, the widest first; no two have an op in common."""
+    """Return what of a program could run in tiles, the widest first; no two have an op in common."""
     if program.captured.numbers or not program.captured.grad_outputs:
         return ()
 
@@ -306,8 +306,8 @@ class _Search:
         return outside, returned, n in captured.parameter_grads or n in captured.argument_grads
 
     def call(self, results: Sequence[fx.Node], phase: set[fx.Node]) -> Call:
-        """What of the body makes the results, in one call among the nodes of a phase. Raises _NotByRows if a result is
-        no whole storage, or that of another one, or something takes one before all inputs are there.
+        """Return what of the body makes the results, in one call among the nodes of a phase. Raises _NotByRows if a
+        result is no whole storage, or that of another one, or something takes one before all inputs are there.
         """
         storages = [self.program.storage_of[n] for n in results]
         for n, own in zip(results, storages, strict=True):
@@ -382,7 +382,7 @@ class _Head(_Search):
         return a in self.backward
 
     def _linear(self) -> set[fx.Node | None]:
-        """What depends on the factor. Raises _NotByRows unless all of it is proportional to that."""
+        """Return what depends on the factor. Raises _NotByRows unless all of it is proportional to that."""
         tainted = {self.to.factor}
         for n in self.to.body:
             if packet(n) not in ZEROS and not tainted.isdisjoint(n.all_input_nodes):

@@ -1,1 +1,1 @@
-"""What is changed in a captured graph, one concern a file."""
+"""Change a captured graph, one concern a file."""

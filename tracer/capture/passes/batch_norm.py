@@ -34,7 +34,7 @@ def takes_cudnn(
     *,
     enabled: bool = True,
 ) -> bool:
-    """Whether torch takes cuDNN for a batch norm in training on a CUDA GPU.
+    """Return whether torch takes cuDNN for a batch norm in training on a CUDA GPU.
 
     The rules are those of `use_cudnn` in torch's `aten/src/ATen/native/Normalization.cpp` (`_batch_norm_impl_index`),
     releases 2.11 to 2.13. They have been read, and no GPU has confirmed them here.
@@ -75,7 +75,7 @@ def reserve_bytes(x: torch.Tensor) -> int:
 
 
 def meta(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `aten.cudnn_batch_norm` returns in training, on fake tensors."""
+    """Return what `aten.cudnn_batch_norm` returns in training, on fake tensors."""
     return (
         torch.empty_like(x),
         torch.empty_like(weight),

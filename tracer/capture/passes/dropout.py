@@ -47,7 +47,7 @@ def _(size: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -
 
 
 def _scale(p: float, x: torch.Tensor) -> float:
-    """What a kept element is multiplied by.
+    """Return what a kept element is multiplied by.
 
     Eager dropout on the CPU multiplies by a tensor of `1 / (1 - p)` in the input's own precision, so in bfloat16 the
     factor itself is rounded; the fused kernels of other devices take it in full.

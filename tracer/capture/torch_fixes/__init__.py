@@ -1,1 +1,1 @@
-"""What torch captures wrongly, one upstream bug a file."""
+"""Mend what torch captures wrongly, one upstream bug a file."""
