@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import fx
 
 from executor.codecs.host import WAIT_IN
-from executor.emit import Call, emitter
+from simulator.core.from_output import Swap
 from simulator.core.schedule import Schedule
 from simulator.core.transfers import PREFETCH, RELOAD
 from tracer.capture.passes.batch_norm import again as without_effect
@@ -89,21 +89,19 @@ class _Writing:
         op_id, again = schedule.op[step], schedule.recompute[step]
         op = self.program.ops[op_id]
         graph = self.forward if step < schedule.forward_steps else self.backward
-        recipe, row = schedule.swapped[step], self.program.rows[op_id]
+        swap, row = schedule.swapped[step], self.program.rows[op_id]
         if row.target != PREFETCH and not row.flags & VIEW:
-            for s in (*row.reads, *([recipe.payload] if recipe else [])):
+            for s in (*row.reads, *([swap.payload] if swap else [])):
                 if s in self.arriving:
                     graph.call_function(WAIT_IN, (self._resolve(self.arriving.pop(s), graph),))
         if again:
             self.recomputed.append(op.node.name)
-        if recipe is not None:
-            call = emitter(recipe.kind)(self.program, op_id, recipe)
-        else:
-            target, args = op.node.target, op.node.args
-            if again:
-                target, args = without_effect(target, args)
-            call = Call(target=target, args=args, kwargs=dict(op.node.kwargs))
-        copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))
+        target, args = op.node.target, op.node.args
+        if swap is not None:
+            args = self._swapped(op_id, swap)
+        elif again:
+            target, args = without_effect(target, args)
+        copy = self._copy(graph, op.node, (target, args), again, lambda n: self._resolve(n, graph))
         if schedule.takes[step] >= 0:
             twin = inplace_twin(copy.target)
             assert twin is not None
@@ -120,8 +118,7 @@ class _Writing:
         for part in op.parts:
             if partial and not any(s in schedule.binds[step] for s in op.storage_of[part]):
                 continue
-            pick = Call(target=part.target, args=part.args, kwargs=dict(part.kwargs))
-            parts[part] = self._copy(graph, part, pick, again, parts.__getitem__)
+            parts[part] = self._copy(graph, part, (part.target, part.args), again, parts.__getitem__)
             self._put(part, parts[part], graph)
         if graph is self.backward:
             for key in (*self.program.rows[op_id].reads, *parts):
@@ -165,10 +162,26 @@ class _Writing:
     def _put(self, node: fx.Node, copy: fx.Node, graph: fx.Graph) -> None:
         self.current[node], self.side[copy] = copy, graph
 
-    def _copy(self, graph: fx.Graph, node: fx.Node, call: Call, again: bool, resolve: Any) -> fx.Node:
-        args, kwargs = fx.node.map_arg((call.args, call.kwargs), resolve)
+    def _swapped(self, op: int, swap: Swap) -> tuple[Any, ...]:
+        """The arguments of a backward op that takes an activation's output in place of its input, which a leaky relu's
+        is told. Raises PlanError if that is laid out otherwise, so the gradient might be, too.
+        """
+        node = self.program.ops[op].node
+        value, instead = next((j, f) for b, j, f in swap.swaps if b == op)
+        before, after = self.program.ops[value], self.program.ops[instead].node
+        old = next(a for a in node.args if a in (before.node, *before.parts))
+        if old.meta["val"].stride() != after.meta["val"].stride():
+            raise PlanError(
+                f"{node.name}: {after.name} is laid out otherwise than {old.name}; please report this."
+            )
+        args = tuple(after if a is old else a for a in node.args)
+        return (*args[:3], True) if "leaky_relu" in str(node.target) else args
+
+    def _copy(self, graph: fx.Graph, node: fx.Node, call: Any, again: bool, resolve: Any) -> fx.Node:
+        target, args = call
+        args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), resolve)
         name = f"{node.name}_recomputed" if again else node.name
-        copy = graph.create_node("call_function", call.target, args, kwargs, name=name)
+        copy = graph.create_node("call_function", target, args, kwargs, name=name)
         copy.meta = dict(node.meta)
         if again:
             copy.meta["recomputed"] = True

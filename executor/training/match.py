@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.graphs.edited import rewritten
 from executor.graphs.graph import Graph
 from executor.matching import check_kind
-from executor.rewriting import rewritten
 from executor.training.mismatch import another_graph, by_ones_alone, elements
 from simulator.core.problem import Problem
 from simulator.core.replay import replay

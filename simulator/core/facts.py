@@ -141,6 +141,15 @@ class Facts:
             self._once[key] = make(self)
         return cast(T, self._once[key])
 
+    def may_recompute(self, storage: int) -> bool:
+        """Return whether a storage can be rebuilt where it is read: a candidate, or what such chains alone read."""
+        return self.recompute_only[storage] or storage in self.reloaded or storage in self.candidate_set
+
+    @cached_property
+    def candidate_set(self) -> frozenset[int]:
+        """The candidates, to look up."""
+        return frozenset(self.candidates)
+
     def is_evictable(self, storage: int) -> bool:
         """Return whether a plan may let a storage be absent between two uses."""
         return self.rebuildable[storage] and not self.pinned[storage]

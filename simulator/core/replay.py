@@ -110,8 +110,8 @@ def stalls(trace: Trace, schedule: Schedule) -> dict[int, int]:
         elif target == WAIT_OUT:
             until = max(is_out.get(s, 0) for s in ops.reads[i])
         elif target != PREFETCH and not ops.flags[i] & VIEW:
-            recipe = schedule.swapped[step]
-            read = (*ops.reads[i], recipe.payload) if recipe else ops.reads[i]
+            swap = schedule.swapped[step]
+            read = (*ops.reads[i], swap.payload) if swap else ops.reads[i]
             until = max((is_in.get(s, 0) for s in read), default=0)
         if until > now:
             waits[step], now = until - now, until

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.core.facts import Facts
-from simulator.core.recipes import LEVERS, offered
-from simulator.core.recipes.recipe import Recipe
+from simulator.core.from_output import KIND, Swap, swaps
 from simulator.core.selectors import resolve
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
@@ -30,7 +29,7 @@ class Schedule:
     binds: tuple[tuple[int, ...], ...]  # storages that now exist (again) because of this step
     frees: tuple[tuple[int, ...], ...]  # storages freed when the step has ended
     takes: tuple[int, ...]  # the storage whose memory the output takes over in place (it is in `frees`); -1
-    swapped: tuple[Recipe | None, ...]  # by which the op takes other values than in the trace; None: none
+    swapped: tuple[Swap | None, ...]  # by which the op takes other values than in the trace; None: none
     forward_steps: int  # so many steps are forward's: its ops, and those that it runs again
 
     def __len__(self) -> int:
@@ -83,7 +82,7 @@ def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
     """The actions by storage id. Raises PlanError if an action names a storage twice, a storage or an op that does not
     exist, or what cannot be.
     """
-    trace, recipes = facts.trace, offered(facts)
+    trace = facts.trace
     by_storage: dict[int, Action] = {}
     for a in actions:
         if not 0 <= a.storage < len(trace.storages):
@@ -94,13 +93,13 @@ def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
         name = f"storage {a.storage} ({trace.storages.name[a.storage]})"
         if a.storage in by_storage:
             raise PlanError(f"the plan names {name} twice.")
-        if a.recipe not in (SAVE, *LEVERS):
+        if a.recipe not in (SAVE, RECOMPUTE, KIND):
             raise PlanError(f"{name}: unknown recipe {a.recipe!r}.")
         if a.recipe == SAVE and not 0 <= trace.storages.producer[a.storage] < facts.forward_end:
             raise PlanError(f"{name} cannot be saved: forward does not make it.")
-        if (a.recipe != SAVE or a.evict_after) and (RECOMPUTE, a.storage) not in recipes:
+        if (a.recipe != SAVE or a.evict_after) and not facts.may_recompute(a.storage):
             raise PlanError(f"{name} cannot be recomputed: {why_not(facts, a.storage)}.")
-        if a.recipe != SAVE and (a.recipe, a.storage) not in recipes:
+        if a.recipe == KIND and a.storage not in swaps(facts):
             raise PlanError(
                 f"{name} has no recipe {a.recipe!r}: no op can do with another value in its place."
             )
@@ -176,14 +175,14 @@ class _Building:
         saved = zip(facts.saved_by_default, facts.pinned, self.retained, strict=True)
         self.saved = [(w or p) and not reloaded for w, p, reloaded in saved]
         self.reads, self.inputs = list(self.trace.ops.reads), list(self.trace.ops.inputs)
-        self.swapped: dict[int, Recipe] = {}  # op -> by which it takes other values than in the trace
+        self.swapped: dict[int, Swap] = {}  # op -> by which it takes other values than in the trace
         self.evictions: dict[int, list[int]] = {}  # op -> storages that are absent once it has run
         for s, a in by_storage.items():
             self.saved[s], self.retained[s] = a.recipe == SAVE or facts.pinned[s], a.retain
             for c in a.evict_after:
                 self.evictions.setdefault(c, []).append(s)
-            if a.recipe != SAVE:
-                self._swap(offered(facts)[a.recipe, s])
+            if a.recipe == KIND:
+                self._swap(swaps(facts)[s])
         # Of what is not saved: the op of forward after which it is absent.
         self.leaves = [max(p, u) for p, u in zip(sts.producer, sts.last_forward_use, strict=True)]
         for s, p in enumerate(sts.producer):
@@ -201,14 +200,14 @@ class _Building:
         self.binds: list[tuple[int, ...]] = []
         self.forward_steps = 0
 
-    def _swap(self, recipe: Recipe) -> None:
-        """Let ops take the values that a recipe puts in place of its storage's."""
-        for i, value, instead in recipe.swaps:
+    def _swap(self, swap: Swap) -> None:
+        """Let ops take the values that a swap puts in place of its storage's."""
+        for i, value, instead in swap.swaps:
             self.inputs[i] = tuple(dict.fromkeys(instead if j == value else j for j in self.inputs[i]))
             self.reads[i] = tuple(
-                dict.fromkeys(recipe.payload if s == recipe.storage else s for s in self.reads[i])
+                dict.fromkeys(swap.payload if s == swap.storage else s for s in self.reads[i])
             )
-            self.swapped[i] = recipe
+            self.swapped[i] = swap
 
     def run(self, c: int) -> None:
         """Bring back what op c takes, run it, and evict what the plan says."""

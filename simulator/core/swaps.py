@@ -1,6 +1,6 @@
 """Swaps as another trace: for planners and bounds that know of no op that takes another value than the trace says.
 
-Counts: reads, lifetimes and takeovers as they are once ops take what recipes offer (`taken`), or take neither value
+Counts: reads, lifetimes and takeovers as they are once ops take what swaps offer (`taken`), or take neither value
 (`relaxed`). Ignores: that a plan may take some and not others; so a plan for `taken` is judged on the step itself.
 """
 
@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from simulator.core.from_output import KIND, Swap, swaps
 from simulator.core.problem import Problem
-from simulator.core.recipes import offered
-from simulator.core.recipes.recipe import Recipe
 from traces.records.plan import SAVE, Action
 from traces.records.trace import Trace, uses_of
 
 
-def taken(problem: Problem) -> tuple[Problem, tuple[Recipe, ...]]:
-    """The problem in which each swap that costs nothing is made, and the recipes of these; the same one without any.
+def taken(problem: Problem) -> tuple[Problem, tuple[Swap, ...]]:
+    """The problem in which each swap that costs nothing is made, and these; the same one without any.
 
     A swap costs nothing where backward reads the other value in any case, nothing else of backward reads the storage,
     and in forward only the ops that make the other value do: then saving the one takes as many bytes as the other, and
@@ -32,47 +31,47 @@ def relaxed(problem: Problem) -> Problem:
     return problem.once(relaxed, _relaxed)
 
 
-def with_swaps(recipes: Iterable[Recipe], actions: Collection[Action]) -> tuple[Action, ...]:
+def with_swaps(made: Iterable[Swap], actions: Collection[Action]) -> tuple[Action, ...]:
     """A plan for `taken` as one for the problem itself: what was evicted or only recomputed there is swapped."""
     by_storage = {a.storage: a for a in actions}
-    for r in recipes:
+    for r in made:
         known = by_storage.get(r.storage, Action(storage=r.storage, retain=False))
         if known.recipe != SAVE:
-            by_storage[r.storage] = replace(known, recipe=r.kind)
+            by_storage[r.storage] = replace(known, recipe=KIND)
     return tuple(by_storage[s] for s in sorted(by_storage))
 
 
-def _taken(problem: Problem) -> tuple[Problem, tuple[Recipe, ...]]:
-    recipes = tuple(r for r in offered(problem).values() if r.swaps and _costs_nothing(problem, r))
-    if not recipes:
+def _taken(problem: Problem) -> tuple[Problem, tuple[Swap, ...]]:
+    made = tuple(r for r in swaps(problem).values() if _costs_nothing(problem, r))
+    if not made:
         return problem, ()
-    return Problem(_swapped(problem.trace, recipes, relax=False), problem.constraints), recipes
+    return Problem(_swapped(problem.trace, made, relax=False), problem.constraints), made
 
 
 def _relaxed(problem: Problem) -> Problem:
-    recipes = [r for r in offered(problem).values() if r.swaps]
-    if not recipes:
+    made = list(swaps(problem).values())
+    if not made:
         return problem
-    return Problem(_swapped(problem.trace, recipes, relax=True), problem.constraints)
+    return Problem(_swapped(problem.trace, made, relax=True), problem.constraints)
 
 
-def _costs_nothing(problem: Problem, recipe: Recipe) -> bool:
+def _costs_nothing(problem: Problem, swap: Swap) -> bool:
     ops, sts = problem.trace.ops, problem.trace.storages
-    swapped = {i for i, _, _ in recipe.swaps}
-    makers = {instead for _, _, instead in recipe.swaps}
-    readers = {i for i in range(len(ops)) if recipe.storage in ops.reads[i] and not problem.is_view[i]}
+    swapped = {i for i, _, _ in swap.swaps}
+    makers = {instead for _, _, instead in swap.swaps}
+    readers = {i for i in range(len(ops)) if swap.storage in ops.reads[i] and not problem.is_view[i]}
     elsewhere = any(
-        recipe.payload in ops.reads[i] and i not in swapped for i in range(problem.forward_end, len(ops))
+        swap.payload in ops.reads[i] and i not in swapped for i in range(problem.forward_end, len(ops))
     )
-    equal = sts.nbytes[recipe.storage] == sts.nbytes[recipe.payload]
-    return problem.saved_by_default[recipe.payload] and equal and elsewhere and readers <= swapped | makers
+    equal = sts.nbytes[swap.storage] == sts.nbytes[swap.payload]
+    return problem.saved_by_default[swap.payload] and equal and elsewhere and readers <= swapped | makers
 
 
-def _swapped(trace: Trace, recipes: Iterable[Recipe], *, relax: bool) -> Trace:
-    """The trace whose ops take what the recipes offer; `relax`: whose ops take neither."""
+def _swapped(trace: Trace, made: Iterable[Swap], *, relax: bool) -> Trace:
+    """The trace whose ops take what the swaps offer; `relax`: whose ops take neither."""
     ops = trace.ops
     reads, inputs, overwrites = list(ops.reads), list(ops.inputs), list(ops.overwrites)
-    for r in recipes:
+    for r in made:
         for i, value, instead in r.swaps:
             new_value, new_storage = ([], []) if relax else ([instead], [r.payload])
             inputs[i] = _put(inputs[i], value, new_value)

@@ -1,4 +1,8 @@
-"""Editing a trace: its ops and storages as objects that are added, taken out and redirected, then a trace again."""
+"""Editing a trace: its ops and storages as objects that are added, taken out and redirected, then a trace again.
+
+An op that is added says what it takes, beside the columns of a trace, so that the executor can run what the edited
+trace says.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +67,57 @@ class Op:
     bytes_moved: int = 0
     arguments: str = ""
     at: int = field(default=-1)  # the op of the trace that this is, or in whose place it stands
+    source: int = -1  # the op of the trace that this is or repeats, or whose module it belongs to
+    # What it is called with: `Taken`, `Argument`, `Layout`, `Like`, `Factor`, `InTiles`, or constants; None: the
+    # source's own arguments.
+    called_with: tuple[Any, ...] | None = None
+    # In place of an op's value that the source's arguments name, as far as it lies in a storage: another op's value.
+    instead: dict[tuple[Op, Value], Op] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The value of an op that lies in a storage."""
+
+    op: Op
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The source's own argument."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Three arguments: size, strides and type that the value of a storage has where it is made."""
+
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The shape, type or device of the source's first argument."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """The number in which the backward of a loss head is linear; the head by the storage of its widest value."""
+
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class InTiles:
+    """All that a part of a head or an MLP takes, which runs in tiles."""
+
+    storage: int  # of its widest value
+    part: int
+    number: int  # of tiles
 
 
 def users_of(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
@@ -91,7 +146,7 @@ class Editing:
             for s, (name, nbytes, dtype, shape, category, used) in enumerate(of_values)
         ]
         rows = zip(*(getattr(ops, c) for c in PLAIN), strict=True)
-        self.op = [Op(**dict(zip(PLAIN, row, strict=True)), at=i) for i, row in enumerate(rows)]
+        self.op = [Op(**dict(zip(PLAIN, row, strict=True)), at=i, source=i) for i, row in enumerate(rows)]
         of_op, of_value = self.op.__getitem__, self.value.__getitem__
         for op, inputs, reads, writes, over in zip(
             self.op, ops.inputs, ops.reads, ops.writes, ops.overwrites, strict=True
@@ -182,6 +237,12 @@ class Editing:
             op = self._redirected[op]
         return op
 
+    def instead_of(self, op: Op) -> Op:
+        """What stands where an op of the trace was taken out; itself, if it is there."""
+        while op in self._instead:
+            op = self._instead[op]
+        return op
+
     def redirect(self, old: Iterable[Op], new: Op) -> None:
         """Let ops take the value of `new` where they take those of `old`."""
         instead = dict.fromkeys(old, new)
@@ -213,9 +274,7 @@ class Editing:
         returned, end = self.op[forward - 1] if forward else None, self._moved(forward) - 1
 
         def now(op: Op | None) -> int:
-            while op is not None and op not in number:
-                op = self._instead[op]
-            return -1 if op is None else number[op]
+            return -1 if op is None else number[self.instead_of(op)]
 
         columns: dict[str, Any] = {f: tuple(map(attrgetter(f), self.order)) for f in PLAIN}
         columns |= {

@@ -19,7 +19,7 @@ from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.levers.activations import activation_of, kind
-from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.edit import Argument, Editing, Op, Taken, Value
 from simulator.levers.lever import Lever
 from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
@@ -93,6 +93,8 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         events=(bits.nbytes,),
         bytes_moved=moved,
         arguments=json.dumps([None, pair.kind], separators=(",", ":")),
+        source=forward.source,
+        called_with=(Argument(0), pair.kind),
     )
     editing.insert(side, forward)
     copy = editing.op[pair.copy] if pair.copy >= 0 else None
@@ -104,6 +106,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     editing.read(backward, list(reads))
     backward.target = "lowtide.backward_from_output.default"
     backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
+    backward.called_with = (Argument(0), Taken(forward, y), Taken(side, bits), pair.kind)
     # It takes nothing inside, whatever torch's op takes.
     backward.events = tuple(v.nbytes for v in backward.writes)
     backward.bytes_moved += bits.nbytes

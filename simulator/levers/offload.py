@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 from simulator.core.problem import Problem
 from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
-from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.edit import Editing, Layout, Op, Taken, Value
 from simulator.levers.lever import Ladder, Lever, Wish, ladder
 from simulator.levers.pack import Packing, needed, users_of
 from traces.devices import device
@@ -110,7 +110,13 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     back = replace(value, name="_reloaded".join(stem), producer=None, hold=None)
 
     def op(
-        name: str, target: str, phase: str, inputs: list[Op], reads: list[Value], flags: int, *made: Value
+        name: str,
+        target: str,
+        phase: str,
+        given: tuple[Taken, ...],
+        flags: int,
+        *made: Value,
+        more: Any = (),
     ) -> Op:
         return Op(
             name=name,
@@ -118,16 +124,18 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
             phase=phase,
             module=made_by.module,
             time_ns=0,
-            inputs=inputs,
-            reads=reads,
+            inputs=[x.op for x in given],
+            reads=[x.value for x in given],
             writes=made,
             events=(value.nbytes,) if back in made else (),
             flags=flags,
+            source=made_by.source,
+            called_with=(*given, *more),
         )
 
-    out = op(ticket.name, OFFLOAD, FORWARD, [made_by], [value], RANDOM, ticket)
-    again = op(back.name, RELOAD, FORWARD, [out], [ticket], 0, back)
-    both = [again, out], [back, ticket], EFFECT
+    out = op(ticket.name, OFFLOAD, FORWARD, (Taken(made_by, value),), RANDOM, ticket)
+    again = op(back.name, RELOAD, FORWARD, (Taken(out, ticket),), 0, back, more=(Layout(value),))
+    both = Taken(again, back), Taken(out, ticket)
     editing.insert(out, made_by, after=True)
     editing.insert(again, out, after=True)
     packing.redirect(readers, {made_by: again}, back)
@@ -135,7 +143,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         ("_out", WAIT_OUT, FORWARD, rewrite.out_before),
         ("_prefetched", PREFETCH, BACKWARD, rewrite.in_before),
     ):
-        new = op(name.join(stem), target, phase, *both)
+        new = op(name.join(stem), target, phase, both, EFFECT)
         i = place(trace, before, phase, lambda i: editing.there(editing.op[i]))
         if i >= 0:
             editing.insert(new, editing.op[i])

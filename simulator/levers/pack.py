@@ -15,12 +15,13 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from simulator.core.formats import FORMATS, HOLDS, narrow
 from simulator.core.problem import Problem
+from simulator.levers import activations
 from simulator.levers.activations import activation_of
-from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.edit import Editing, Layout, Op, Taken, Value
 from simulator.levers.lever import Ladder, Lever, Wish, ladder
 from traces.errors import PlanError
 from traces.records import plan
@@ -43,7 +44,12 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     if why := _reason(trace, s, rewrite.kind, editing.once(users_of)[s]) if known else "there is none":
         name = f"storage {s} ({rewrite.op})" if rewrite.op else f"storage {s}"
         raise PlanError(f"{name} cannot be packed as {rewrite.kind}: {why}.")
-    Packing(editing, editing.value[s], rewrite.kind).edit()
+    made_of = ""
+    if FORMATS[rewrite.kind].of_activations:
+        pair = activation_of(trace, s)
+        assert not isinstance(pair, str)
+        made_of = f":{activations.kind(trace, pair[0])}"
+    Packing(editing, editing.value[s], rewrite.kind, made_of).edit()
 
 
 def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
@@ -194,8 +200,9 @@ def needed(trace: Trace, s: int, users: Iterable[int]) -> str:
 class Packing:
     """One value as another takes its place."""
 
-    def __init__(self, editing: Editing, value: Value, format: str) -> None:
-        self.editing, self.value, self.format = editing, value, format
+    def __init__(self, editing: Editing, value: Value, format: str, made_of: str = "") -> None:
+        """`made_of`: the activation whose input the value is, as codecs are told it."""
+        self.editing, self.value, self.format, self.told = editing, value, format, format + made_of
         assert value.producer is not None
         self.made_by = value.producer
         made = [v for v in self.made_by.writes if v.producer is self.made_by]
@@ -238,7 +245,8 @@ class Packing:
         )
         item = ITEM_BYTES[value.dtype]
         events, moved = rule.pack_events(n, item), rule.pack_bytes_moved(n, item)
-        return self._op("pack", FORWARD, (self.made_by, value), payload, events, moved)
+        given = Taken(self.made_by, value)
+        return self._op("pack", FORWARD, (given, self.told), payload, events, moved)
 
     def _unpack(self, pack: Op, phase: str) -> Op:
         rule, n, value = FORMATS[self.format], self.elements, self.value
@@ -248,23 +256,27 @@ class Packing:
             replace(value, name=name, category=ACTIVATION, producer=None, hold=None),
         )
         events, moved = rule.unpack_events(n, item), rule.unpack_bytes_moved(n, item)
-        return self._op("unpack", phase, (pack, pack.writes[0]), again, events, moved)
+        given = Taken(pack, pack.writes[0])
+        return self._op("unpack", phase, (given, self.told, Layout(value)), again, events, moved)
 
     def _op(
-        self, what: str, phase: str, takes: tuple[Op, Value], made: Value, events: tuple[int, ...], moved: int
+        self, what: str, phase: str, given: tuple[Any, ...], made: Value, events: tuple[int, ...], moved: int
     ) -> Op:
+        first: Taken = given[0]
         return Op(
             name=made.name,
             target=f"lowtide.{what}.default",
             phase=phase,
             module=self.made_by.module,
             time_ns=at_rate(self.editing.once(pass_rate), moved),
-            inputs=[takes[0]],
-            reads=[takes[1]],
+            inputs=[first.op],
+            reads=[first.value],
             writes=[made],
             events=events,
             flags=RANDOM if what == "pack" else 0,
             bytes_moved=moved,
+            source=self.made_by.source,
+            called_with=given,
         )
 
     def redirect(self, ops: Iterable[Op], instead: dict[Op, Op], value: Value) -> None:
@@ -276,6 +288,7 @@ class Packing:
             self.editing.take(op, list(dict.fromkeys(inputs)))
             self.editing.read(op, [value if v is self.value else v for v in op.reads])
             op.overwrites = value if op.overwrites is self.value else op.overwrites
+            op.instead = {**(op.instead or {}), **{(x, self.value): new for x, new in instead.items()}}
 
     def _taken(self, op: Op, instead: Op, value: Value) -> list[Op]:
         """Return what an op takes in the place of the maker: that, too, or alone, if it takes something else of its."""

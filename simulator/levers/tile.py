@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.levers.edit import Editing, Op, Value
+from simulator.levers.edit import Argument, Editing, Factor, InTiles, Like, Op, Taken, Value
 from simulator.levers.lever import Ladder, Lever, Wish
 from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
@@ -118,13 +118,13 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         return
     body = {i for part in stretch.parts for i, _ in part.body}
     calls, named = [], names(trace, stretch.storage)
-    for part, phase, name in zip(stretch.parts, (FORWARD, BACKWARD), named, strict=True):
+    for k, (part, phase, name) in enumerate(zip(stretch.parts, (FORWARD, BACKWARD), named, strict=True)):
         tiles = Op(
             name=name,
             phase=phase,
             writes=[_unmade(editing, r) for r in part.results],
             events=_events(trace, stretch, part, number),
-            **_figures(editing, stretch, part, number),
+            **_figures(editing, stretch, k, number),
         )
         _put(editing, part, tiles)
         editing.redirect((editing.op[r.op] for r in part.results), tiles)
@@ -154,7 +154,7 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
         writes=[*(_unmade(editing, r) for r in stretch.losses), *raw.values()],
         events=_events(trace, stretch, part, number, factor.nbytes),
         flags=EFFECT,
-        **_figures(editing, stretch, part, number),
+        **_figures(editing, stretch, 0, number),
     )
     _put(editing, part, tiles)
     for r in stretch.gradients:
@@ -171,6 +171,8 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
             events=(value.nbytes,),
             overwrites=raw[r.storage],
             bytes_moved=2 * value.nbytes,
+            source=old.source,
+            called_with=(Taken(tiles, raw[r.storage]), Factor(stretch.storage)),
         )
         editing.insert(scaled, old)
         value.producer = scaled
@@ -190,6 +192,7 @@ def _draw(editing: Editing, stretch: Stretch) -> None:
             inside = editing.source.meta.device.startswith("cuda") * (editing.value[x].nbytes,)
             op.events = (*inside, *op.events, *(-n for n in inside))
             op.target, op.inputs, op.reads = "lowtide.drawn_mask.default", [], []
+            op.called_with = (Like("shape"), Argument(1), Like("dtype"), Like("device"))
 
 
 def _unmade(editing: Editing, result: Result) -> Value:
@@ -207,14 +210,17 @@ def _sum_bytes(trace: Trace, s: int) -> int:
     return math.prod(sts.shape[s]) * ITEM_BYTES.get(sts.dtype[s], 0) or sts.nbytes[s]
 
 
-def _figures(editing: Editing, stretch: Stretch, part: Part, number: int) -> dict[str, Any]:
+def _figures(editing: Editing, stretch: Stretch, k: int, number: int) -> dict[str, Any]:
     """Return what the op of a part has in common in both phases."""
-    ops = editing.source.ops
+    ops, part = editing.source.ops, stretch.parts[k]
     body = [i for i, _ in part.body]
+    made_by = editing.source.storages.producer[stretch.storage]
     given = (editing.standing(editing.op[i]) for i, _ in part.inputs if i >= 0)
     return {
         "target": f"lowtide.tiles_{number}",
-        "module": ops.module[editing.source.storages.producer[stretch.storage]],
+        "source": made_by if k == 0 else next(i for i in body if ops.phase[i] != FORWARD),
+        "called_with": (InTiles(stretch.storage, k, number),),
+        "module": ops.module[made_by],
         "time_ns": _time_ns(editing.source, part, number, editing.once(pass_rate), editing.once(_least_ns)),
         "inputs": list(dict.fromkeys(given)),
         "reads": list(dict.fromkeys(editing.value[s] for _, s in part.inputs)),

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 
 from simulator.bounds.bound import bounder_of
+from simulator.core import from_output
+from simulator.core.from_output import KIND, Swap
 from simulator.core.problem import Problem
-from simulator.core.recipes import offered
-from simulator.core.recipes.recipe import Recipe
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
@@ -19,7 +19,6 @@ from traces.errors import PlanError
 from traces.records.plan import SAVE, Action
 from traces.records.trace import Trace
 
-KIND = "from_output"
 # The name of an activation, its arguments, and those of its backward.
 LEAKY = ("leaky_relu", "[null,0.1]", "[null,null,0.1,false]")
 RELU6 = ("hardtanh", "[null,0.0,6.0]", "[null,null,0.0,6.0]")
@@ -40,13 +39,13 @@ def layers(name: str, forward: str, backward: str) -> Trace:
     )
 
 
-def swaps(of: Trace) -> list[Recipe]:
-    return [r for r in offered(Problem(of)).values() if r.kind == KIND]
+def swaps(of: Trace) -> list[Swap]:
+    return list(from_output.swaps(Problem(of)).values())
 
 
 def test_the_input_is_neither_saved_nor_made_again() -> None:
     of = layers(*LEAKY)
-    assert swaps(of) == [Recipe(kind=KIND, storage=1, payload=2, swaps=((4, 0, 1),))]
+    assert swaps(of) == [Swap(storage=1, payload=2, swaps=((4, 0, 1),))]
     problem = Problem(of)
     # w 4; x 14; y 24; z 34; gy beside x, y and z 44; gx beside x and gy 34; gw beside gx 18.
     assert problem.saved.timeline.peak_bytes == (14, 24, 34, 44, 34, 18)

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from executor.verifying import verify  # noqa: E402
+from simulator.core.from_output import KIND, swaps  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.recipes import offered  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
@@ -123,9 +123,9 @@ def test_a_net_trains_by_it_bit_for_bit_in_the_predicted_bytes(measurer: Measure
     spec = load_spec(SPEC, {})
     trace = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
     problem = Problem(trace)
-    recipes = [r for r in offered(problem).values() if r.kind == "from_output"]
-    assert len(recipes) == 6
-    plan = Plan(meta=trace.meta, actions=tuple(Action(storage=r.storage, recipe=r.kind) for r in recipes))
+    found = swaps(problem)
+    assert len(found) == 6
+    plan = Plan(meta=trace.meta, actions=tuple(Action(storage=s, recipe=KIND) for s in found))
     assert verify(spec, plan, steps=3).bit_equal
     predicted = problem.replay(plan.actions).timeline
     assert predicted.step_time_ns == trace.time_ns

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor.rewriting import rewritten  # noqa: E402
+from executor.graphs.edited import rewritten  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.bounds.bound import bounder_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402

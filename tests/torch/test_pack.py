@@ -16,7 +16,7 @@ from torch.nn import functional  # noqa: E402
 from executor import fit  # noqa: E402
 from executor.codecs.payloads import seed  # noqa: E402
 from executor.fitting.gradient_errors import gradient_errors, plan_measured, with_error  # noqa: E402
-from executor.rewriting import rewritten  # noqa: E402
+from executor.graphs.edited import rewritten  # noqa: E402
 from executor.training.planning import Wanted  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import api  # noqa: E402

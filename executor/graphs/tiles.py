@@ -1,21 +1,16 @@
-"""Run a stretch of the step in tiles: a call in its place makes the loss and the gradients, tile by tile, or two calls
-do, one in forward and one in backward."""
+"""Tiles: the call that runs a part of a loss head or an MLP over its rows, tile by tile, and its inner graph."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from executor.rewriting import Changing
-from tracer.capture.passes.dropout import drawn_mask
 from tracer.record.tiles import SIZES, Axis, Call, Found, packet
 from tracer.torch_api import FakeTensor
-from traces.errors import PlanError
-from traces.records.plan import Rewrite
 from traces.records.stretch import PRODUCT, ROWS
 from traces.records.trace import EFFECT
 
@@ -23,68 +18,8 @@ aten = torch.ops.aten
 MEAN_LOSS, SUM_LOSS = 1, 2  # torch's numbers of reductions
 
 
-def change(changing: Changing, rewrite: Rewrite) -> None:
-    """Put the calls of the tiles behind the last of what they take, and take the stretch out. Raises PlanError if the
-    graph has no such stretch.
-    """
-    program = changing.program
-    found = next((x for x in changing.stretches if program.storage_of[x.product][0] == rewrite.storage), None)
-    if found is None or rewrite.number < 1:
-        raise PlanError(
-            f"{rewrite.op or 'a stretch of the step'} cannot be made in {rewrite.number} tiles here: the rows of its "
-            "values depend on each other, or more leaves it than can be put together."
-        )
-    number = min(rewrite.number, found.rows)  # a smaller batch than the plan's may have fewer rows than tiles
-    graph, now = changing.graph, changing.node
-    made: dict[fx.Node, fx.Node] = {}
-    for n in found.drawn():
-        x, p = n.args[0].meta["val"], n.args[1]
-        now[n].target, now[n].args = drawn_mask._opoverload, (list(x.shape), p, x.dtype, x.device)
-    for call in found.parts:
-        made |= _put(changing, found, call, number)
-    for n, new in made.items():
-        if found.factor is not None and n in found.gradients:
-            with graph.inserting_before(now[n]):
-                new = graph.call_function(aten.mul.Tensor, (new, now[found.factor]))
-            changing.name(new, f"{n.name}_scaled", n)
-        changing.instead(n, new)
-    why = f"a plan that runs the loss head in {number} tiles does not make it"
-    for k in found.outputs:
-        changing.not_made[k] = f"output {k} of the model does not exist whole: {why}"
-        changing.outputs[k] = made[found.results[0]]
-    changing.remove(found.body)
-
-
-def _put(changing: Changing, found: Found, call: Call, number: int) -> dict[fx.Node, fx.Node]:
-    """Put a call into the graph; the results of the original -> what is there now."""
-    graph, now = changing.graph, changing.node
-    forward = call.results[0] in changing.forward
-    place = _behind(graph, (now[n] for n in call.inputs), forward)
-    first = next(n for n in call.body if (n in changing.forward) == forward)
-    with graph.inserting_before(now[first]) if place is None else graph.inserting_after(place):
-        behind = tiles = graph.call_function(Tiles(found, call, number), tuple(now[n] for n in call.inputs))
-    like = found.product if forward else first
-    changing.name(tiles, f"{found.product.name}_tiles{'' if forward else '_backward'}", like)
-    tiles.meta.pop("val", None)
-    made = {}
-    for k, n in enumerate(call.results):
-        with graph.inserting_after(behind):
-            behind = made[n] = graph.call_function(operator.getitem, (tiles, k))
-        scaled = found.factor is not None and n in found.gradients
-        changing.name(behind, f"{n.name}_in_tiles" if scaled else n.name, n, like)
-    return made
-
-
-def _behind(graph: fx.Graph, inputs: Iterable[fx.Node], forward: bool) -> fx.Node | None:
-    """The last node of a phase among a call's inputs; None: there is none."""
-    made = {n for n in inputs if n.op == "call_function"}
-    late = {n for n in made if n.meta.get("partitioner_tag") == "is_backward"}
-    of_phase = made - late if forward else late
-    return next((n for n in reversed(graph.nodes) if n in of_phase), None)
-
-
 class Tiles:
-    """The call: what a part of the stretch takes -> what it leaves; of a head, gradients are for a factor of one.
+    """The call: what a part takes -> what it leaves; of a head, gradients are for a factor of one.
 
     What it allocates, in this order: the weights of the targets of cross entropies; the factor; whole results of rows;
     then in each tile what the ops make, each freed after its last use. Sums are added up in place.

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
-from simulator.core.recipes.recipe import Recipe
+from simulator.core.facts import Facts
 from traces.records.trace import Trace
-
-if TYPE_CHECKING:
-    from simulator.core.facts import Facts
 
 KIND: Final = "from_output"
 COPIES: Final = (
@@ -55,24 +53,39 @@ TABLE: Final[dict[str, tuple[str, Callable[[list[Any], list[Any]], Borders | Non
 }
 
 
-def offer(facts: Facts) -> Iterator[Recipe]:
-    """A recipe for each candidate that some backward op of the table may do without."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """How backward does without a storage: its ops take another value in its place, at no cost."""
+
+    storage: int
+    payload: int  # the storage behind the other value
+    # The op, the op whose value it takes in the trace, and the op whose value it takes instead.
+    swaps: tuple[tuple[int, int, int], ...]
+
+
+def swaps(facts: Facts) -> Mapping[int, Swap]:
+    """What can be swapped, by storage; worked out once."""
+    return facts.once(swaps, lambda f: {swap.storage: swap for swap in _offered(f)})
+
+
+def _offered(facts: Facts) -> Iterator[Swap]:
+    """A swap for each candidate that some backward op of the table may do without."""
     trace, candidates = facts.trace, frozenset(facts.candidates)
     made: dict[tuple[str, int], list[int]] = {}  # target, and the op whose value it takes -> ops of forward
     for f in range(facts.forward_end):
         if trace.ops.inputs[f]:
             made.setdefault((trace.ops.target[f], _original(trace, trace.ops.inputs[f][0])), []).append(f)
-    swaps: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}  # x -> y, and who takes it
+    found: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}  # x -> y, and who takes it
     for b in range(facts.forward_end, len(trace.ops)):
         target = TABLE.get(trace.ops.target[b], ("",))[0]
         for j in trace.ops.inputs[b] if target else ():
             for f in made.get((target, _original(trace, j)), ()):
                 x, y = _storages(facts, b, j, f)
-                if x in candidates and y == swaps.setdefault(x, (y, []))[0]:
-                    swaps[x][1].append((b, j, f))
+                if x in candidates and y == found.setdefault(x, (y, []))[0]:
+                    found[x][1].append((b, j, f))
                     break
-    for x, (y, which) in swaps.items():
-        yield Recipe(kind=KIND, storage=x, payload=y, swaps=tuple(which))
+    for x, (y, which) in found.items():
+        yield Swap(storage=x, payload=y, swaps=tuple(which))
 
 
 def _original(trace: Trace, op: int) -> int:
