@@ -11,7 +11,7 @@ from simulator.allocator.device_fit import DeviceFit
 from simulator.allocator.requests import Residents, phases_of
 from simulator.allocator.reserved import ReservedFigures
 from simulator.core.replay import Replay
-from simulator.prediction.step import Prediction, untaken, untouched_fit, wider_masks
+from simulator.prediction.step import Prediction, untaken, untouched_fit
 from simulator.show.tables import Table, table
 from traces.records.measurement import RunFigures, steady
 from traces.records.trace import OPTIMIZER, PHASES, Trace
@@ -95,10 +95,7 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
     than the optimizer's; reserved memory is no less than blocks. Ignores: how the difference changes other phases and
     what is reserved; what only the first iteration allocates besides.
     """
-    fit, replay = untouched_fit(c), untaken(c)
-    wider = wider_masks(c.trace, replay.schedule)
-    step_bytes = tuple(n + w for n, w in zip(replay.timeline.peak_bytes, wider, strict=True))
-    return _peaks(c.trace, fit, replay, step_bytes)
+    return _peaks(c.trace, untouched_fit(c), untaken(c))
 
 
 def planned_peaks(c: Prediction) -> LoopPeaks:
@@ -107,12 +104,12 @@ def planned_peaks(c: Prediction) -> LoopPeaks:
     Counts and ignores: as the replay does, and on a GPU as `reserved_peak` does; in the first iteration the optimizer's
     state comes when its first step begins.
     """
-    return _peaks(c.step.trace, c.planned_fit, c.planned, c.planned.timeline.peak_bytes)
+    return _peaks(c.step.trace, c.planned_fit, c.planned)
 
 
-def _peaks(trace: Trace, fit: DeviceFit, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
+def _peaks(trace: Trace, fit: DeviceFit, replay: Replay) -> LoopPeaks:
     """The peaks of what `fit` is of; `fit.peak_allocated_bytes` is what its highest comes to."""
-    found = _on_a_cpu(trace, replay, step_bytes) if fit.reserved is None else _on_a_gpu(fit.reserved)
+    found = _on_a_cpu(trace, replay) if fit.reserved is None else _on_a_gpu(fit.reserved)
     peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
     more = peak - simulated
     at_end = found.phases.get(OPTIMIZER, RunFigures()).peak_allocated_bytes or 0
@@ -132,13 +129,13 @@ def _peaks(trace: Trace, fit: DeviceFit, replay: Replay, step_bytes: tuple[int, 
     )
 
 
-def _on_a_cpu(trace: Trace, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
+def _on_a_cpu(trace: Trace, replay: Replay) -> LoopPeaks:
     schedule, residents = replay.schedule, Residents.of(trace)
     state, later = sum(residents.state), {op: sum(sizes) for op, sizes in residents.workspaces.items()}
     missing = state + sum(later.values())  # in the first iteration, so far
     at_first = []
     phases: dict[str, int] = {}
-    for phase, op, n in zip(phases_of(trace, schedule), schedule.op, step_bytes, strict=True):
+    for phase, op, n in zip(phases_of(trace, schedule), schedule.op, replay.timeline.peak_bytes, strict=True):
         phases[phase] = max(n, phases.get(phase, 0))
         if phase == OPTIMIZER:
             missing, state = missing - state, 0

@@ -192,23 +192,23 @@ def untouched_peak_bytes(c: Prediction) -> int:
     counted = c.trace.meta.untouched_peak_bytes
     if counted:
         return counted
-    plain, schedule = untaken(c).timeline, c.saved.schedule
-    wider = wider_masks(c.trace, schedule)
-    highest = max((n + more for n, more in zip(plain.peak_bytes, wider, strict=True)), default=0)
-    return max(highest, c.saved.timeline.peak_allocated_bytes)
+    return max(run.timeline.peak_allocated_bytes for run in (untaken(c), c.saved))
 
 
 def untaken(c: Prediction) -> Replay:
-    """Everything saved, and no op takes over the memory of its input."""
+    """Everything saved, and no op takes over the memory of its input; on a CPU with dropout masks as wide as what they
+    mask."""
 
     def replayed(problem: Problem) -> Replay:
         schedule = replace(c.saved.schedule, takes=(-1,) * len(c.saved.schedule))
-        return Replay(schedule=schedule, timeline=run(problem, schedule))
+        timeline, wider = run(problem, schedule), _wider_masks(c.trace, schedule)
+        peaks = tuple(n + more for n, more in zip(timeline.peak_bytes, wider, strict=True))
+        return Replay(schedule=schedule, timeline=replace(timeline, peak_bytes=peaks))
 
     return c.problem.once("untaken", replayed)
 
 
-def wider_masks(trace: Trace, schedule: Schedule) -> list[int]:
+def _wider_masks(trace: Trace, schedule: Schedule) -> list[int]:
     """Step -> by how many bytes the live dropout masks grow: on a CPU, elements are as wide as what they mask."""
     if kind_of(trace.meta) == CUDA:
         return [0] * len(schedule)
