@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from executor.fitting.fit import fit
     from executor.plans import measure, verify
-    from executor.training.module import PlannedModule, apply_plan, planned_loss, remove_plan, unplanned
+    from executor.training.module import apply_plan, planned_loss, remove_plan, unplanned
 
 __all__ = [
-    "PlannedModule",
     "apply_plan",
     "fit",
     "measure",

@@ -4,107 +4,273 @@ step = torch.compile(step, backend="lowtide", options={"budget": "60%"}, fullgra
 
 dynamo captures what is compiled and guards it, AOTAutograd makes the joint graph, a plan cuts it in two, and both
 graphs run op by op. What is compiled is best a function that returns the loss; a model alone is planned for a loss that
-differentiates all its outputs.
+differentiates all its outputs. `executor.fit` and `apply_plan` go the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from executor.graphs.graph import Graph, compile_graph
-from executor.training.match import fitted, left_out
-from executor.training.planning import on_stderr
+from executor.graphs.match import Fitted, fitted, left_out
+from executor.graphs.mismatch import HINT
 from simulator import api as simulator
 from simulator.core.budget import check_budget, parse_budget
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN
-from tracer.capture.compiling import differentiable
+from tracer.capture.compiling import SETTINGS, differentiable
 from tracer.costs.calibration import Costs
 from tracer.costs.profiles import board_of
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes
-from tracer.torch_api import one_at_a_time
+from tracer.step.user_errors import user_line
+from tracer.torch_api import dynamo_config, one_at_a_time
 from traces.devices import device as device_entry
-from traces.errors import PlanError, SpecError
+from traces.errors import LowtideError, PlanError, SpecError
 from traces.records.plan import ALLOCATED, Action, Plan
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
-OPTIONS: Final = ("plan", "budget", "planner", "seconds")
+OPTIONS: Final = ("plan", "budget", "planner", "seconds", "on_mismatch", "parts")
+ERROR: Final = "error"  # what to do with a graph that the plan is not for: raise,
+EAGER: Final = "eager"  # run it without a plan,
+REPLAN: Final = "replan"  # or plan it within the same budget, and run it without a plan if that is impossible
+MOST_REPLANS: Final = 8  # each takes seconds
+EXACT: Final = "exact"  # the graph is the plan's to the byte
+RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
+SAVED: Final = (
+    "with all values saved"  # a size of one makes another graph, which takes less without any eviction
+)
+REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
+# What dynamo takes otherwise by default: it would run a call without its plan, unseen, or ignore a hook added later.
+NEVER_UNSEEN: Final = ("fail_on_recompile_limit_hit", "skip_nnmodule_hook_guards")
+
+Say = Callable[[str], None]
+Sketch = Callable[[Program], dict[str, Any]]
 
 
-@one_at_a_time
+def on_stderr(text: str) -> None:
+    sys.stderr.write(f"lowtide: {text}\n")
+    sys.stderr.flush()
+
+
+class ManySizes(PlanError):
+    """The plan is not for a graph of many sizes; it may be for that of the call's own."""
+
+
 def lowtide(module: fx.GraphModule, examples: Sequence[Any], *, options: Any = None) -> Any:
     """Compile a graph that dynamo captured; torch.compile calls this.
+
+    From the first call on, torch.compile raises in this process where it would run code uncompiled after too many
+    recompilations, and guards hooks of modules.
 
     Args:
         module, examples: the graph, and the values of its inputs.
         options: of torch.compile. "plan": a Plan or the path of one, made for this graph. "budget": of allocated
             memory in forward and backward: bytes, a size such as "8GiB", or a share such as "60%" of what the graph
             needs without a plan; the optimizer is left out. "planner", "seconds": as in `simulator.plan`.
+            "on_mismatch": of a graph that the plan is not for, as in `executor.apply_plan`. "parts": where the graph
+            breaks (fullgraph=False), each part is planned to its share.
 
     Raises:
         SpecError: there is no such option, or neither plan nor budget.
-        PlanError: the plan is for another graph. BudgetError: no plan was found within a budget in bytes.
-        CaptureError: no plan can hold the graph.
+        PlanError: the plan is for another graph, or the graph breaks. BudgetError: no plan was found within a budget
+            in bytes. CaptureError: no plan can hold the graph.
     """
     given: Mapping[str, Any] = options or {}
     if unknown := [k for k in given if k not in OPTIONS]:
         raise SpecError(f'backend "lowtide" has no option {unknown[0]!r}; it has {", ".join(OPTIONS)}.')
     if ("plan" in given) == ("budget" in given):
         raise SpecError('backend "lowtide" takes a plan or a budget: options={"budget": "60%"}.')
-    if "budget" in given:
-        check_budget(str(given["budget"]))
-        return compile_graph(module, examples, lambda graph: _within(graph, given))[1]
-    plan = given["plan"]
-    plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    settings = dict(given)
+    plan = settings.get("plan")
+    if plan is not None and not isinstance(plan, Plan):
+        settings["plan"] = Plan.load(Path(str(plan)))
+    for name in NEVER_UNSEEN:
+        setattr(dynamo_config, name, SETTINGS[name])
+    return Compiler(**settings)(module, examples)
 
-    def decide(graph: Graph) -> tuple[Program, Sequence[Action]]:
-        found = fitted(graph, plan, lambda _: {})
-        return found.program, found.actions
 
-    refused: list[str] = []
-    for gone in left_out(plan, differentiable(module)):
+@dataclass(eq=False, slots=True)
+class Compiled:
+    """A graph that runs by a plan, and what is told of it."""
+
+    graph: Graph
+    fit: str  # EXACT, RESIZED, SAVED or REPLANNED
+    seconds: float  # that compiling, planning and rewriting took
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Compiler:
+    """Compiles what dynamo captures by a plan, or by plans within a budget: a backend of torch.compile.
+
+    Attributes:
+        plan, budget: one of them is given; see `lowtide`. The budget is also for graphs that the plan is not for.
+        owner: the module that is compiled, as a DistributedDataParallel around it knows it.
+        sketch: makes the sketch of the call that is being compiled, for messages.
+        static: the graphs are of the sizes of one call each.
+        around_bytes: of the budget, what exists beside the graph throughout: the optimizer's states.
+        say, warn: told of plans that are made, and of graphs without the plan.
+        compiled: the graphs so far.
+        without: calls of graphs that run without a plan, by the reason.
+        breaks: why graphs ended before what was compiled did, with the lines.
+    """
+
+    plan: Plan | None = None
+    budget: str | int | None = None
+    on_mismatch: str = ERROR
+    parts: bool = False
+    planner: str | None = None
+    seconds: float = DEFAULTS.seconds
+    owner: nn.Module | None = None
+    sketch: Sketch = lambda _: {}
+    static: bool = True
+    around_bytes: int = 0
+    say: Say = on_stderr
+    warn: Say = on_stderr
+    compiled: list[Compiled] = field(default_factory=list)
+    without: Counter[str] = field(default_factory=Counter)
+    breaks: list[str] = field(default_factory=list)
+    _replanned: int = 0
+
+    def __post_init__(self) -> None:
+        if self.on_mismatch not in (ERROR, EAGER, REPLAN):
+            raise SpecError(f"on_mismatch {self.on_mismatch!r}: give {ERROR}, {EAGER} or {REPLAN}.")
+        if self.budget is not None:
+            check_budget(str(self.budget))
+            if self.parts and "%" not in str(self.budget):
+                raise SpecError("parts of a step are planned to shares: give a budget such as 60%.")
+
+    @one_at_a_time
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
+        began = time.monotonic()
+        self._check_whole(module)
         try:
-            return compile_graph(module, examples, decide, None, gone)[1]
-        except PlanError as error:
-            refused.append(str(error))
-    raise PlanError(refused[0])
+            graph, run, fit = self._planned(module, examples)
+        except LowtideError as error:
+            if isinstance(error, ManySizes) or (self.on_mismatch == ERROR and not self.parts):
+                raise
+            try:
+                graph, run, fit = self._replan(module, examples, str(error))
+            except LowtideError as refused:
+                return self._unplanned(module, str(refused))
+        if graph.rewritten is not None:
+            self.compiled.append(Compiled(graph, fit, time.monotonic() - began))
+        return run
 
+    def steps(self) -> int:
+        """How often graphs ran by a plan."""
+        return sum(c.graph.steps for c in self.compiled)
 
-def _within(graph: Graph, given: Mapping[str, Any]) -> tuple[Program, Sequence[Action]]:
-    """A graph's program and the actions of a plan within the budget."""
-    program = graph.read()
-    problem = Problem(trace_of(program, graph.kind))
-    baseline = problem.replay(()).timeline.peak_allocated_bytes
-    limit, share = parse_budget(str(given["budget"]), baseline), "%" in str(given["budget"])
-    try:
-        plan = _plan(problem, limit, given)
-    except Infeasible as error:
-        if not share:
-            raise
-        on_stderr(f"no plan was found within {show_bytes(limit)}; the lowest is taken")
-        plan = _plan(problem, error.figures["lowest_peak_bytes"], given)
-    after = plan.predicted["plan"]
-    on_stderr(
-        f"a graph of {len(program.ops)} ops: peak {show_bytes(baseline)} -> "
-        f"{show_bytes(after['peak_allocated_bytes'])}, {show_percent(after['overhead_percent'], signed=True)} time"
-    )
-    return program, plan.actions
+    def _check_whole(self, module: fx.GraphModule) -> None:
+        """Raise PlanError if dynamo broke the graph off and parts are not asked for."""
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is None or not reason.graph_break:
+            return
+        why = " ".join(str(reason.reason).split("\n")[0].split())
+        self.breaks.append(f"{why}{user_line(reason.user_stack)}")
+        if not self.parts:
+            raise PlanError(
+                f"torch.compile breaks the graph: {self.breaks[-1]}. Mend that line, or let each part be planned to "
+                "its share of the budget (parts=True, or options={..., 'parts': True})."
+            )
 
+    def _planned(self, module: fx.GraphModule, examples: Sequence[Any]) -> tuple[Graph, Any, str]:
+        if self.plan is None:
+            return (*compile_graph(module, examples, self._within, self.owner), REPLANNED)
+        plan, found = self.plan, list[Fitted]()
 
-def _plan(problem: Problem, limit: int, given: Mapping[str, Any]) -> Plan:
-    seconds = float(given.get("seconds", DEFAULTS.seconds))
-    planner = given.get("planner")
-    return simulator.plan(problem, limit, planner=planner, budget_of=ALLOCATED, levers=(), seconds=seconds)
+        def decide(graph: Graph) -> tuple[Program, Sequence[Action]]:
+            found.append(fitted(graph, plan, self.sketch))
+            return found[-1].program, found[-1].actions
+
+        refused: list[str] = []
+        freed = "release_gradients" in plan.meta.loop
+        for gone in left_out(plan, differentiable(module)):
+            try:
+                graph, run = compile_graph(module, examples, decide, self.owner, gone, released=freed)
+            except PlanError as error:
+                refused.append(str(error))
+                continue
+            if not found:  # nothing of the graph has a gradient
+                return graph, run, SAVED
+            return graph, run, EXACT if found[-1].exact else SAVED if found[-1].all_saved else RESIZED
+        many = not self.static and any(isinstance(x, torch.SymInt) for x in examples)
+        raise (ManySizes if many else PlanError)(refused[0])
+
+    def _replan(self, module: fx.GraphModule, examples: Sequence[Any], why: str) -> tuple[Graph, Any, str]:
+        """Plan this graph alone. LowtideError: it is not to be, or there is no plan."""
+        wanted = self.plan is not None and (self.parts or self.on_mismatch == REPLAN)
+        if not wanted or self._replanned >= MOST_REPLANS:
+            raise PlanError(why)
+        try:
+            made = compile_graph(module, examples, self._within, self.owner)
+        except LowtideError as error:
+            raise PlanError(f"{why} No plan could be made for it: {error}") from None
+        self._replanned += 1
+        if not self.parts:
+            self.warn(f"by a plan of its own: {why}")
+        return (*made, REPLANNED)
+
+    def _unplanned(self, module: fx.GraphModule, why: str) -> Callable[..., Any]:
+        """The graph as it was captured; its calls are counted."""
+        why = why.replace(HINT, ".")
+        self.warn(f"without the plan: {why}")
+        call = module.forward
+
+        def run(*values: Any) -> Any:
+            self.without[why] += 1
+            return call(*values)
+
+        return run
+
+    def _within(self, graph: Graph) -> tuple[Program, Sequence[Action]]:
+        """A graph's program and the actions of a plan within the budget."""
+        program = graph.read()
+        problem = Problem(trace_of(program, graph.kind))
+        baseline = problem.replay(()).timeline.peak_allocated_bytes
+        limit, must = self._limit(baseline)
+        try:
+            plan = self._plan_within(problem, limit)
+        except Infeasible as error:
+            if must:
+                raise
+            self.say(f"no plan was found within {show_bytes(limit)}; the lowest is taken")
+            plan = self._plan_within(problem, error.figures["lowest_peak_bytes"])
+        after = plan.predicted["plan"]
+        self.say(
+            f"a graph of {len(program.ops)} ops: peak {show_bytes(baseline)} -> "
+            f"{show_bytes(after['peak_allocated_bytes'])}, {show_percent(after['overhead_percent'], signed=True)} time"
+        )
+        return program, plan.actions
+
+    def _limit(self, baseline: int) -> tuple[int, bool]:
+        """The bytes that a graph may take which needs `baseline` without a plan; and whether more is an error."""
+        if self.plan is None:
+            return parse_budget(str(self.budget), baseline), "%" not in str(self.budget)
+        told = self.plan.predicted
+        if self.parts:
+            peaks = [told[which]["peak_allocated_bytes"] for which in ("plan", "baseline")]
+            return baseline * peaks[0] // peaks[1], False
+        of_memory = self.plan.budget_bytes if self.plan.budget_of == ALLOCATED else None
+        whole = of_memory or told.get("plan", {}).get("peak_allocated_bytes") or baseline
+        return max(whole - self.around_bytes, 1), False
+
+    def _plan_within(self, problem: Problem, limit: int) -> Plan:
+        return simulator.plan(
+            problem, limit, planner=self.planner, budget_of=ALLOCATED, levers=(), seconds=float(self.seconds)
+        )
 
 
 def trace_of(program: Program, kind: str) -> Trace:

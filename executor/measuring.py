@@ -9,6 +9,7 @@ times.
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import time
@@ -121,7 +122,8 @@ def perform(job: Job) -> JobResult:
             return scale_of(step.scaler) >= before
 
         def beside() -> Once:
-            other = apply_plan(model, replace(plan, actions=(), rewrites=()))
+            known: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+            other = apply_plan(copy.deepcopy(model, known), replace(plan, actions=(), rewrites=()))
             return lambda: run(other)
 
         return _Ready(lambda: run(model), beside if job.variant == PLAN else None)

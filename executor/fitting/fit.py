@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.backend import REPLAN, Compiler, Say, on_stderr
 from executor.fitting.gradient_errors import plan_measured
-from executor.training.module import REPLAN, apply_recorded
-from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
+from executor.training.module import bare, compiler_of, install
+from executor.training.planning import Clock, Wanted, in_words, plan_within, record
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
@@ -38,8 +39,8 @@ def fit(
     max_gradient_error: float | None = None,
     planner: str | None = None,
     seconds: float = DEFAULTS.seconds,
-    in_place: bool = False,
     on_mismatch: str = REPLAN,
+    parts: bool = False,
     say: Say = on_stderr,
 ) -> nn.Module:
     """The model, training within a budget of memory from its next call on.
@@ -61,16 +62,23 @@ def fit(
         max_gradient_error: with allow="approximate" the relative L2 error of the step's gradient that a plan may
             make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
             measured on this batch, and that of the plan, in which it stands.
-        in_place, on_mismatch: as in `apply_plan`.
+        on_mismatch: as in `apply_plan`.
+        parts: where torch.compile breaks the graph of the model, each part is planned to this share, which the budget
+            then has to be, once it runs; nothing is planned before.
         say: told what happens, a line each time.
 
     Returns:
-        what `apply_plan` returns.
+        the model, as `apply_plan` does.
 
     Raises:
         BudgetError: no plan was found within the budget; says the least one that would do.
         SpecError, CaptureError: as `tracer.trace`. OptimizerError: the model without its optimizer may be planned.
     """
+    if parts:
+        made = Compiler(
+            budget=budget, on_mismatch=on_mismatch, parts=True, planner=planner, seconds=seconds, say=say
+        )
+        return install(model.train(), made, loss)
     wanted = Wanted(
         budget=budget,
         budget_of=budget_of,
@@ -85,8 +93,8 @@ def fit(
     )
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
-    began, clock = time.monotonic(), Clock(say)
-    step = record(model, batch, loss, wanted, amp, join=allow != "bit")
+    began, clock, target = time.monotonic(), Clock(say), bare(model)
+    step = record(target, batch, loss, wanted, amp, join=allow != "bit")
     clock.done(f"captured {len(step.program.ops)} ops")
     for warning in warnings_of(Problem(step.trace)):
         if warning.code == UNTOUCHED_LESS:
@@ -97,6 +105,6 @@ def fit(
         say(
             "the plan makes the loss, too: train with planned_loss(model, batch) in place of loss(model(x), y)"
         )
-    planned = apply_recorded(model, plan, wanted, loss, in_place=in_place, on_mismatch=on_mismatch)
+    install(model, compiler_of(plan, target, on_mismatch), loss)
     say(f"ready after {time.monotonic() - began:.1f} s")
-    return planned
+    return model

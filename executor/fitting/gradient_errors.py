@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from executor.training.module import apply_plan
-from executor.training.planning import Recorded, Say, Wanted, plan_within
+from executor.backend import Say
+from executor.training.module import apply_plan, remove_plan
+from executor.training.planning import Recorded, Wanted, plan_within
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
 from simulator.levers.lever import parts
@@ -62,7 +63,10 @@ class _Step:
     def error(self, plan: Plan) -> float:
         """How far the gradient by a plan is from the untouched model's: relative L2."""
         planned = apply_plan(self.step.model, plan)
-        return relative_error(list(zip(self.exact, self._gradient(planned), strict=True)))
+        try:
+            return relative_error(list(zip(self.exact, self._gradient(planned), strict=True)))
+        finally:
+            remove_plan(planned)
 
     def _gradient(self, model: Callable[..., Any]) -> list[torch.Tensor | None]:
         self.rng.set()

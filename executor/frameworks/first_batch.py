@@ -6,91 +6,20 @@ planned, and evaluation runs as ever; the first training call is planned before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
-from executor.training import bypass
-from executor.training.module import PlannedModule, apply_plan, apply_recorded, remove_plan
-from executor.training.planning import Say, Wanted, loss_of, on_stderr, plan_within, record
+from executor.backend import REPLAN, Compiler, Say, on_stderr
+from executor.training.module import STATE, compiler_of, install, remove_plan
+from executor.training.planning import Wanted, loss_of, plan_within, record
 from simulator.core.limits import DEFAULTS
 from tracer.step.batch import SplitBatch
-from tracer.step.context import is_fake
-from traces.errors import PlanError, SpecError
+from traces.errors import SpecError
 from traces.records.plan import Plan
-
-AWAITED: Final = "_lowtide_awaited"  # the attribute of a module that waits for its first training call
-
-
-@dataclass(kw_only=True)
-class FirstBatch:
-    """How a module is to be planned once its first training call comes."""
-
-    wanted: Wanted | None = None  # plan within this,
-    plan: Plan | None = None  # or apply that
-    loss: Callable[[Any], Any] | None = None  # of what the module returns; None: `loss_of`
-    on_mismatch: str = "error"
-    say: Say = field(default=on_stderr)
-
-    def settle(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Apply the plan to a module in place, for this call and those that follow. Raises BudgetError, SpecError,
-        CaptureError, PlanError: as `executor.fit` and `apply_plan`.
-        """
-        if self.wanted is None:
-            assert self.plan is not None
-            apply_plan(module, self.plan, in_place=True, on_mismatch=self.on_mismatch)
-            return
-        call = SplitBatch(args=tuple(args), kwargs=kwargs, loss=self.loss or loss_of, loss_inputs=())
-        step = record(module, call, None, self.wanted)
-        plan = plan_within(step, self.wanted)
-        self.say(f"planned {type(module).__name__} from its first batch: {plan}")
-        apply_recorded(module, plan, self.wanted, in_place=True, on_mismatch=self.on_mismatch)
-
-
-class Awaiting(nn.Module):
-    """Mixed in before the class of a module that waits for its first training call."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().__call__(*args, **kwargs)
-        if isinstance(self, Awaiting) and "forward" in vars(self) and bypass.trains(self):
-            bypass.check_bypassed(self, entered=False)
-        return outputs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not bypass.trains(self) or is_fake():
-            own = vars(self).get(bypass.FORWARD)
-            return super().forward(*args, **kwargs) if own is None else own(*args, **kwargs)
-        first = stop_awaiting(self)
-        first.settle(self, args, kwargs)
-        return type(self).forward(self, *args, **kwargs)
-
-
-def await_first_batch(module: nn.Module, first: FirstBatch) -> None:
-    """Plan a module in place at its first training call. Raises PlanError if it wraps what plans go inside of."""
-    bypass.check_wrapped(module)
-    kind = type(module)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return Awaiting.forward(self, *args, **kwargs)
-
-    bypass.take_forward(module)
-    object.__setattr__(module, AWAITED, first)
-    module.__class__ = bypass.mixed_in(Awaiting, kind, forward=forward)
-
-
-def stop_awaiting(module: nn.Module) -> FirstBatch:
-    """The module as it was before `await_first_batch`; returns what it waited for."""
-    if not isinstance(module, Awaiting):
-        raise PlanError(f"this {type(module).__name__} does not wait for a first batch.")
-    module.__class__ = type(module).__bases__[1]
-    bypass.give_back_forward(module)
-    first: FirstBatch = vars(module)[AWAITED]
-    delattr(module, AWAITED)
-    return first
 
 
 class FirstBatchCallback:
@@ -103,7 +32,7 @@ class FirstBatchCallback:
         plan: Plan | str | Path | None = None,
         budget_of: str | None = None,
         loss: Callable[[Any], Any] | None = None,
-        on_mismatch: str = "replan",
+        on_mismatch: str = REPLAN,
         seconds: float = DEFAULTS.seconds,
         say: Say = on_stderr,
     ) -> None:
@@ -126,9 +55,9 @@ class FirstBatchCallback:
         super().__init__()
         if (budget is None) == (plan is None):
             raise SpecError("PlanCallback takes a budget or a plan.")
-        plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        wanted = None if budget is None else Wanted(budget=budget, budget_of=budget_of, seconds=seconds)
-        self.first = FirstBatch(wanted=wanted, plan=plan, loss=loss, on_mismatch=on_mismatch, say=say)
+        self.plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        self.budget, self.budget_of, self.seconds = budget, budget_of, seconds
+        self.loss, self.on_mismatch, self.say = loss, on_mismatch, say
         self.receipt: Any = None  # what happened, once training has ended
 
     def begin(
@@ -138,19 +67,36 @@ class FirstBatchCallback:
         loop: dict[str, Any],
         loss: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Let a module wait for its first training call in a loop with this optimizer, which else does what
+        """Let a module be planned at its first training call, in a loop with this optimizer, which else does what
         `loop_around` says; the loss is for where none was given."""
-        first = replace(self.first, loss=self.first.loss or loss)
-        if first.wanted is not None:
-            first.wanted = replace(first.wanted, optimizer=bare_optimizer(optimizer, module), loop=loop)
-        await_first_batch(module, first)
+        if self.plan is not None:
+            install(module, compiler_of(self.plan, module, self.on_mismatch))
+            return
+        wanted = Wanted(
+            budget=self.budget or "100%",
+            budget_of=self.budget_of,
+            seconds=self.seconds,
+            optimizer=bare_optimizer(optimizer, module),
+            loop=loop,
+        )
+
+        def first(module: nn.Module, args: Any, kwargs: Any) -> Compiler:
+            call = SplitBatch(args=args, kwargs=kwargs, loss=self.loss or loss or loss_of, loss_inputs=())
+            plan = plan_within(record(module, call, None, wanted), wanted)
+            self.say(f"planned {type(module).__name__} from its first batch: {plan}")
+            return compiler_of(plan, module, self.on_mismatch)
+
+        install(module, Compiler(budget="100%", on_mismatch=self.on_mismatch), first=first)
+
+    def awaits(self, module: nn.Module) -> bool:
+        """True if a module has not been planned yet, since no training call of it has come."""
+        return STATE in vars(module) and vars(module)[STATE].first is not None
 
     def end(self, module: nn.Module) -> None:
         """Leave a module as it was."""
-        if isinstance(module, Awaiting):
-            stop_awaiting(module)
-        elif isinstance(module, PlannedModule):
-            self.receipt = module.receipt()
+        if STATE in vars(module):
+            if not self.awaits(module):
+                self.receipt = vars(module)[STATE].receipt()
             remove_plan(module)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from executor.frameworks.first_batch import Awaiting, FirstBatchCallback, loop_around, stop_awaiting
+from executor.frameworks.first_batch import FirstBatchCallback, loop_around
 from tracer.step.loop_options import KEEP
 from traces.errors import EnvironmentProblem, PlanError, SpecError
 
@@ -56,10 +56,11 @@ class PlanCallback(FirstBatchCallback, Callback):
                 optimizer.zero_grad()
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *rest: Any) -> None:
-        if isinstance(self._target, Awaiting):
-            stop_awaiting(self._target)
+        target = self._target
+        if target is not None and self.awaits(target):
+            self.end(target)
             raise PlanError(
-                f"training_step did not call the {type(self._target).__name__} that was to be planned, so the first "
+                f"training_step did not call the {type(target).__name__} that was to be planned, so the first "
                 "step ran without a plan; name the attribute that holds what it calls: PlanCallback(module='net')."
             )
 

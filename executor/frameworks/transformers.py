@@ -37,9 +37,7 @@ class PlanCallback(FirstBatchCallback, TrainerCallback):
         self._checkpointed = bool(getattr(model, "is_gradient_checkpointing", False))
         if self._checkpointed:
             model.gradient_checkpointing_disable()
-            self.first.say(
-                "the plan takes the place of gradient checkpointing, which is switched off meanwhile"
-            )
+            self.say("the plan takes the place of gradient checkpointing, which is switched off meanwhile")
         self._hook = model.register_forward_pre_hook(_counted_by_tensor, with_kwargs=True)
         loop = loop_around(args.gradient_accumulation_steps, args.max_grad_norm)
         self.begin(model, given.get("optimizer"), loop, _loss)

@@ -55,6 +55,7 @@ class Graph:
         decide: given the graph, returns the program to run and a plan's actions on it.
         kind: the type of its device.
         of_many_sizes: whether some of its sizes are inputs.
+        released: whether the loop frees each gradient in backward.
         left_out: numbers of the outputs that the plan has no gradients for.
         steps: calls so far.
         not_made: what stands for outputs that the plan does not make, by their numbers.
@@ -64,6 +65,7 @@ class Graph:
     decide: Decide
     kind: str = "cpu"
     of_many_sizes: bool = False
+    released: bool = False
     pool: hand_over.Pool | None = None
     joint: Joint | None = None
     rewritten: Rewritten | None = None
@@ -164,7 +166,7 @@ class Graph:
         def call(*given: Any) -> Any:
             values, known = list(given), Call()
             parameters = tuple(values[k] for k in places)
-            if hand_over.wanted(owner, parameters):
+            if hand_over.wanted(owner, parameters, self.released):
                 # Autograd must not reach the parameters themselves, which get their gradients by the pool.
                 self.pool = self.pool or hand_over.Pool()
                 known.parameters = parameters
@@ -214,16 +216,19 @@ def compile_graph(
     decide: Decide,
     owner: nn.Module | None = None,
     left_out: Collection[int] = (),
+    *,
+    released: bool = False,
 ) -> tuple[Graph, Callable[..., Any]]:
     """Compile what dynamo captured; returns the graph, and what dynamo is to call in its place.
 
     Args:
         owner: the module that it is of, as a DistributedDataParallel around it knows it.
         left_out: numbers of outputs that the plan has no gradients for.
+        released: whether the loop frees each gradient in backward.
     """
     kind = kind_of(examples)
     graph = Graph(inputs_of(module.graph, examples), decide, kind)
-    graph.left_out = frozenset(left_out)
+    graph.left_out, graph.released = frozenset(left_out), released
     graph.of_many_sizes = any(isinstance(x, torch.SymInt) for x in examples)
     compiled = compile_joint(
         module,
@@ -315,6 +320,9 @@ def _as_aot_has_them(
     last = 3 * len(holders)
     _reorder(backward.graph, lambda n: number[n] if n in number else last + n.meta[PLACE])
     for module in (forward, backward):
+        # Where a kernel lays its result out otherwise than torch's own shape function said, as mse_loss_backward does.
+        for n in module.graph.find_nodes(op="call_function", target=aten.view.default):
+            n.target = aten.reshape.default
         module.graph.lint()
         module.recompile()
     return forward, backward

@@ -6,8 +6,8 @@ is called from inside that function for each parameter as soon as its gradient e
 what hangs on the parameter runs: accumulation, hooks, and the reduction of a bucket that is full. Each parameter is
 handed its gradient once for a backward, however often the module was called before it, as the reducer expects.
 
-So it is where something waits for a parameter's gradient inside backward (`register_post_accumulate_grad_hook`), such
-as an optimizer that steps it there: not before the last op that reads the parameter has run.
+So it is by a plan of a loop that frees each gradient in backward, where a hook steps the parameter
+(`register_post_accumulate_grad_hook`): not before the last op that reads the parameter has run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Backward = Callable[[list[Any]], Any]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
 
 
-def wanted(module: nn.Module | None, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether a module is being called by a DistributedDataParallel that reduces gradients as they come, or by none and
-    its parameters have hooks that wait for them.
+def wanted(module: nn.Module | None, parameters: Sequence[torch.Tensor], released: bool) -> bool:
+    """True if a module is being called by a DistributedDataParallel that reduces gradients as they come; or by none,
+    its parameters have hooks that wait for them, and the plan is of a loop that frees gradients there (`released`).
 
     One that looks for unused parameters walks autograd's graph to them, and one with a static graph learns the order in
     which a whole backward brings them; both get them at the end.
     """
     around = DistributedDataParallel._active_ddp_module
     if around is None:
-        return hands_over(parameters)
+        return released and hands_over(parameters)
     return around.module is module and not around.find_unused_parameters and not around.static_graph
 
 

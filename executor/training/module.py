@@ -1,4 +1,4 @@
-"""Make a module that trains by a plan: the same parameters, buffers and call as the model, another step inside.
+"""Let a model in hand train by a plan: the same object, its training calls compiled by the plan.
 
 from executor import apply_plan
 model = apply_plan(model, "plan.json")
@@ -11,380 +11,341 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
+import inspect
 import sys
-import time
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MethodType
 from typing import Any, Final, cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.autograd import forward_ad
 
-from executor.graphs.graph import Graph, compile_graph
-from executor.training import bypass
-from executor.training.match import (
-    Fitted,
-    check_autocast,
-    device_kind,
-    elements_of,
-    fitted,
-    left_out,
-    planned_elements,
-)
-from executor.training.mismatch import HINT, check_parameters
-from executor.training.planning import Wanted, plan_call, wanted_of
-from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, CaptureNote, Receipt
-from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
-from tracer.capture.compiling import by_dynamo, calling, differentiable
+from executor.backend import ERROR, Compiler, ManySizes
+from executor.graphs.match import elements_of, planned_elements
+from executor.graphs.mismatch import HINT, describe
+from executor.training.receipt import CaptureNote, Receipt
+from executor.training.wrapped import DATA_PARALLEL, inside
+from tracer.capture.compiling import by_dynamo, calling
 from tracer.capture.refusals import check_capturable, refusal
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
-from tracer.record.sketch import sketch
+from tracer.record.sketch import names_digest, sketch
 from tracer.step.batch import split_batch
 from tracer.step.context import is_fake
 from tracer.step.joined import WithLoss
 from tracer.step.loop import scalar
 from tracer.step.loop_options import JOIN_LOSS
 from tracer.torch_api import (
-    TorchDynamoException,
     disable_dynamo,
     inside_torch_func,
-    one_at_a_time,
     pytree,
 )
-from traces.errors import CaptureError, LowtideError, PlanError, SpecError
-from traces.records.plan import Action, Plan
+from traces.errors import CaptureError, PlanError
+from traces.records.plan import Plan
 
-ERROR: Final = "error"  # what to do with a call that the plan is not for: raise,
-EAGER: Final = "eager"  # run the model's own forward,
-REPLAN: Final = "replan"  # or plan it within the same budget, and run its own forward if that is impossible
-MOST_REPLANS: Final = 8  # of one model; each takes seconds
+STATE: Final = "_lowtide"  # the attribute of a planned module that holds its `Planned`
+COMPILED: Final = "_compiled_call_impl"  # where torch looks for what to call instead of `_call_impl`
+AROUND: Final = ("torch._dynamo", "torch._compile", __name__)  # whose frames are around a call
 MOST_WARNINGS: Final = 8
 MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
 NOTHING: Final = "torch compiled nothing of this call, and ran the model's own forward"
 
 
-class _ManySizes(PlanError):
-    """The plan is not for a graph of many sizes; it may be for that of the call's own."""
+class Planned:
+    """Stands in the place of a module's `forward`, and compiles it by the plan in training."""
 
+    def __init__(self, module: nn.Module, compiler: Compiler, loss: Callable[..., Any] | None = None) -> None:
+        """
+        Args:
+            compiler: by the plan; it is told of this module here.
+            loss: of what the model returns, for `planned_loss`.
+        """
+        self.module, self.loss = module, loss
+        self.own: Any = None  # the instance's own forward, if it had one before the plan
+        self.first: Callable[..., Compiler] | None = None  # makes the compiler at the first training call
+        self.run: Callable[..., Any] | None = None  # calls the model, compiled
+        self.call: tuple[Any, Any] = ((), {})  # the arguments of the call that is being compiled,
+        self.amp = ""  # and the type of autocast around it
+        self.planned = self.larger = self.entered = self.warned = 0
+        self.removed = False
+        self.off = 0  # how many `with unplanned(...)` are open
+        self.without: Counter[str] = Counter()  # training calls without a plan, by the reason
+        self.whole: Planned | None = None  # of the model with its loss, where the plan is of both
+        self.__signature__ = inspect.signature(module.forward)
+        self._take(compiler)
 
-@dataclass(slots=True)
-class _Compiled:
-    """A graph of a planned module, and what is told of it."""
+    def _take(self, compiler: Compiler) -> None:
+        self.compiler, compiler.owner, compiler.sketch = compiler, self.module, self._sketch
+        compiler.warn, compiler.static = self._warn, False
 
-    graph: Graph
-    fit: str
-    seconds: float
+    def install(self) -> None:
+        """Let the module's calls come here."""
+        mine = vars(self.module)
+        self.own = mine.pop("forward", None)
+        mine.update({STATE: self, "forward": self, COMPILED: self.watched, "receipt": self.receipt})
 
+    def remove(self) -> None:
+        """Leave the module as it was, but for a forward that came later."""
+        mine, self.removed = vars(self.module), True
+        if mine.get("forward") is self:
+            del mine["forward"]
+        if self.own is not None:
+            mine.setdefault("forward", self.own)
+        for name in (STATE, COMPILED, "receipt"):
+            mine.pop(name, None)
 
-@dataclass(slots=True)
-class _State:
-    """What a planned module knows beside the model: its plan, what was compiled for it, what was done."""
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """In the body the module has its own forward alone: as it was before the plan."""
+        mine = vars(self.module)
+        there = {name: mine.pop(name) for name in ("forward", COMPILED) if name in mine}
+        if self.own is not None:
+            mine["forward"] = self.own
+        try:
+            yield
+        finally:
+            mine.pop("forward", None)
+            mine.update(there)
 
-    plan: Plan
-    on_mismatch: str = ERROR
-    loss: Callable[..., Any] | None = None  # of what the model returns
-    compiled: list[_Compiled] = field(default_factory=list)
-    run: Callable[..., Any] | None = None  # calls the model, compiled
-    of_calls: list[Plan] = field(default_factory=list)  # made for calls that the plan was not for
-    static: bool = False  # each call's sizes are compiled by themselves
-    call: tuple[Any, Any] = ((), {})  # the arguments of the call that is being compiled
-    larger: int = 0  # planned calls that were larger than the plan's
-    planned_elements: int = -1  # of the tensors of the plan's call
-    unplanned: int = 0  # how many `with unplanned(...)` are open
-    wanted: Wanted | None = None  # of plans to come; None: what the plan says
-    without: Counter[str] = field(default_factory=Counter)  # training calls without a plan, by the reason
-    warned: int = 0
-    entered: int = 0  # how often the planned forward was reached
-    inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
-    ahead: bool = False  # whether what the plan asks for ahead of all steps was asked for
-    whole: nn.Module | None = None  # the model with its loss, planned, where the plan is of both
-    whole_runs: bool = False
+    # Copies: a module that is copied or pickled takes its plan along; what was compiled stays behind
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
+        made = Planned.__new__(Planned)
+        memo |= {id(self): made, id(self.compiler.plan): self.compiler.plan}
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        c = self.compiler
+        return (
+            self.module,
+            self.own,
+            self.loss,
+            self.first,
+            c.plan,
+            c.budget,
+            c.on_mismatch,
+            c.parts,
+            c.around_bytes,
+        )
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        module, own, loss, first, plan, budget, on_mismatch, parts, around = state
+        settings: dict[str, Any] = {"on_mismatch": on_mismatch, "parts": parts, "around_bytes": around}
+        Planned.__init__(self, module, Compiler(plan=plan, budget=budget, **settings), loss)
+        self.own, self.first = own, first
+        vars(module)[COMPILED] = self.watched  # which nn.Module leaves out of its own state
+
+    # Calls
 
     @property
     def of_both(self) -> bool:
-        """Whether the plan is of model and loss function as one, and this of the model alone."""
-        return bool(self.plan.meta.options.get(JOIN_LOSS)) and self.loss is not None
+        """True if the plan is of model and loss function as one, and this of the model alone."""
+        plan = self.compiler.plan
+        return plan is not None and bool(plan.meta.options.get(JOIN_LOSS)) and self.loss is not None
 
-    def fresh(self) -> _State:
-        return _State(self.plan, self.on_mismatch, self.loss if self.of_both else None)
+    @disable_dynamo
+    def watched(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the module. Raises PlanError if it should train by the plan and did not come to it."""
+        if (mine := self._for(nn.Module._wrapped_call_impl)) is not self:
+            return mine.watched(*args, **kwargs)
+        before = self.entered
+        outputs = self.module._call_impl(*args, **kwargs)
+        if self.entered == before and trains(self.module) and not is_fake():
+            own: Any = self.module.forward
+            own = getattr(own, "__func__", own)
+            name = f"{getattr(own, '__module__', '?')}.{getattr(own, '__qualname__', type(own).__name__)}"
+            raise PlanError(
+                f"after the plan was applied, this {type(self.module).__name__} got another forward ({name}), which "
+                "does not call the planned one, so that the step ran without the plan; apply the plan after what puts "
+                "it there, or delete it (del model.forward, then apply the plan again)."
+            )
+        return outputs
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return _State(self.plan, self.on_mismatch, copy.deepcopy(self.loss, memo))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.removed:  # what wraps this has stayed behind
+            return self._written()(*args, **kwargs)
+        return self._forward(args, kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _State, (self.plan, self.on_mismatch, self.loss if self.of_both else None)
+    def _for(self, function: Any) -> Planned:
+        """This, or where a shallow copy of the module has called it, which got it with all attributes, one for that.
 
-    def with_loss(self, module: nn.Module) -> PlannedModule:
-        """The module with its loss function, planned; made once."""
-        assert self.loss is not None
-        if self.whole is None:
-            made = WithLoss(module, self.loss)
-            self.whole = _planned(made, _State(self.plan, self.on_mismatch, wanted=self.wanted))
-        assert isinstance(self.whole, PlannedModule)
-        return self.whole
+        Args:
+            function: of nn.Module's, which calls what may be another module's.
+        """
+        caller = sys._getframe(1)
+        while caller.f_back is not None and caller.f_globals.get("__name__", "").startswith(AROUND):
+            caller = caller.f_back
+        module = caller.f_locals["self"] if caller.f_code is function.__code__ else self.module
+        if module is self.module:
+            return self
+        if vars(module).get("_is_replica"):
+            raise PlanError(f"nn.DataParallel {DATA_PARALLEL}")
+        made = Planned.__new__(Planned)
+        made.__setstate__((module, *self.__getstate__()[1:]))
+        if getattr(self.own, "__self__", None) is self.module:
+            made.own = types.MethodType(self.own.__func__, module)
+        vars(module).update({STATE: made, "forward": made, "receipt": made.receipt})
+        return made
 
-    # Compiling
-
-    def backend(self, owner: nn.Module) -> Callable[..., Any]:
-        """The backend of torch.compile for the module."""
-
-        @one_at_a_time
-        def compiling(module: fx.GraphModule, examples: Any, **_: Any) -> Any:
-            began = time.monotonic()
-
-            def decide(graph: Graph) -> tuple[Program, tuple[Action, ...]]:
-                found, fit = self._fitted(graph, owner)
-                note.append(fit)
-                return found.program, found.actions
-
-            refused: list[str] = []
-            for gone in left_out(self.plan, differentiable(module)):
-                note: list[str] = []
-                try:
-                    graph, run = compile_graph(module, examples, decide, owner, gone)
-                    break
-                except PlanError as error:
-                    refused.append(str(error))
-            else:
-                if any(isinstance(x, torch.SymInt) for x in examples) and not self.static:
-                    raise _ManySizes(refused[0])
-                raise PlanError(refused[0])
-            if graph.rewritten is not None:
-                self.compiled.append(_Compiled(graph, note[0], time.monotonic() - began))
-            return run
-
-        return compiling
-
-    def _fitted(self, graph: Graph, owner: nn.Module) -> tuple[Fitted, str]:
-        """The plan, or one that was made for another call, fitted to a graph; and how it fits."""
-        args, kwargs = self.call
-
-        def seen(program: Program) -> dict[str, Any]:
-            return sketch(program, owner, args, kwargs)
-
+    @disable_dynamo
+    def _forward(self, args: Any, kwargs: Any) -> Any:
+        if (mine := self._for(nn.Module._call_impl)) is not self:
+            return mine(*args, **kwargs)
+        module = self.module
+        self.entered += 1
+        forward = self._written()
+        if not trains(module) or is_fake():
+            return forward(*args, **kwargs)
+        if self.off:
+            self._count(UNPLANNED)
+            return forward(*args, **kwargs)
+        if self.first is not None:
+            first, self.first = self.first, None
+            with self.aside():
+                self._take(first(module, args, kwargs))
         try:
-            made = fitted(graph, self.plan, seen)
-        except PlanError:
-            for plan in self.of_calls:
-                try:
-                    return fitted(graph, plan, seen), REPLANNED
-                except PlanError:
-                    continue
-            raise
-        return made, EXACT if made.exact else SAVED if made.all_saved else RESIZED
-
-    def steps(self) -> int:
-        return sum(c.graph.steps for c in self.compiled)
-
-    def outputs(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """What a training call returns, by the plan, or as `on_mismatch` says. Raises PlanError or CaptureError if the
-        call cannot be by the plan and that is to be an error."""
-        refused = ""
-        while True:
-            try:
-                return self._at_its_sizes(module, forward, args, kwargs)
-            except (PlanError, CaptureError) as error:
-                if self.on_mismatch == ERROR:
-                    raise
-                refused, again = str(error), bool(refused)
-            if self.on_mismatch != REPLAN or again or refused in self.without:
-                break
-            try:
-                seconds = self._replan(module, args, kwargs)
-            except LowtideError as error:
-                self._warn(f"{refused} No plan could be made for it: {error}", "without the plan")
-                break
-            self._warn(refused, f"by a plan of its own, made in {seconds:.1f} s")
-        if refused not in self.without and self.on_mismatch == EAGER:
-            self._warn(refused, "without the plan")
-        self.without[refused if len(self.without) < MOST_REASONS else "further reasons"] += 1
+            return self._by_plan(forward, args, kwargs)
+        except (PlanError, CaptureError) as error:
+            if self.compiler.on_mismatch == ERROR:
+                raise
+            why = str(error).replace(HINT, ".")
+        if why not in self.without:
+            self._warn(f"without the plan: {why}")
+        self._count(why)
         return forward(*args, **kwargs)
 
-    def _at_its_sizes(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """As `_by_plan`, by a graph of many sizes if the plan is for one, and otherwise by that of the call's own."""
-        with contextlib.suppress(_ManySizes):
-            return self._by_plan(module, forward, args, kwargs)
-        self.static, self.run = True, None
-        gc.collect()  # the error holds frames, and with them states and small tensors
-        return self._by_plan(module, forward, args, kwargs)
+    def _written(self) -> Callable[..., Any]:
+        """The forward without the plan: the instance's own, if it had one, else the class's."""
+        return types.MethodType(type(self.module).forward, self.module) if self.own is None else self.own
 
-    def _by_plan(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _by_plan(self, forward: Any, args: Any, kwargs: Any) -> Any:
+        """What a training call returns, by the plan or, of a graph that this is not for, as `on_mismatch` says."""
+        self._check_call(pytree.tree_leaves((args, kwargs)))
+        with contextlib.suppress(ManySizes):
+            return self._compiled(forward, args, kwargs)
+        self.compiler.static, self.run = True, None
+        gc.collect()  # the error held frames, and with them states and small tensors
+        return self._compiled(forward, args, kwargs)
+
+    def _compiled(self, forward: Any, args: Any, kwargs: Any) -> Any:
+        compiler, whole = self.compiler, not self.compiler.parts
+        if self.run is None:
+            dynamic = False if compiler.static or (compiler.plan and compiler.plan.rewrites) else None
+            self.run = by_dynamo(compiler, dynamic=dynamic, whole=whole)
+        self.call, by, without = (args, kwargs), compiler.steps(), compiler.without.total()
+        try:
+            with calling(kwargs, whole=whole):
+                made = self.run(forward, args, kwargs)
+        except Exception as error:
+            dynamo_s = type(error).__module__.startswith("torch._dynamo")
+            if dynamo_s or str(error).startswith("Guard failed on the same frame"):
+                raise refusal(
+                    type(self.module).__name__, error, f", plan its parts (parts=True){HINT}"
+                ) from error
+            raise
+        finally:
+            self.call = (), {}
+        if compiler.steps() == by and compiler.without.total() == without:
+            if compiler.on_mismatch == ERROR and not compiler.parts:
+                raise PlanError(f"{NOTHING}{HINT}")
+            self._count(NOTHING)
+        elif compiler.without.total() == without:
+            self.planned += 1
+            if compiler.plan is not None:
+                now = elements_of(pytree.tree_leaves((args, kwargs)))
+                self.larger += 0 < planned_elements(compiler.plan) < now
+        return made
+
+    def _check_call(self, leaves: list[Any]) -> None:
+        """Raise PlanError for a call that no plan can be for."""
         if inside_torch_func() is not None or forward_ad._current_level >= 0:
             raise PlanError(
                 "the model was called inside torch.func (grad, jvp, vmap) or forward_ad, which see through no planned "
                 "step; run it without the plan there: inside `with unplanned(model):`."
             )
-        if self.of_both and not self.of_calls:
+        if self.of_both and self.compiler.on_mismatch == ERROR:
             raise PlanError(
                 "the plan makes the loss, too, in tiles, so that what the model returns does not exist: call "
                 f"planned_loss(model, batch) in place of loss(model(x), y){HINT}"
             )
-        if self.planned_elements < 0:
-            self.planned_elements = planned_elements(self.plan)
-        now = ambient(device_kind(module, pytree.tree_leaves((args, kwargs))))
-        if not now.cache or now.dtype not in {p.meta.amp for p in self.of_calls}:
-            check_autocast(self.plan, now)
-        if self.run is None:
-            dynamic = False if self.static else None
-            self.run = by_dynamo(self.backend(module), dynamic=dynamic)
-        self.call, before = (args, kwargs), self.steps()
-        try:
-            with calling(kwargs):
-                made = self.run(forward, args, kwargs)
-        except TorchDynamoException as error:
-            raise refusal(type(module).__name__, error, HINT) from error
-        finally:
-            self.call = (), {}
-        if self.steps() == before:
-            if self.on_mismatch == ERROR:
-                raise PlanError(f"{NOTHING}{HINT}")
-            self.without[NOTHING] += 1
-        self.larger += 0 < self.planned_elements < elements_of(pytree.tree_leaves((args, kwargs)))
-        return made
+        kinds = [x.device.type for x in (*leaves, *self.module.parameters()) if isinstance(x, torch.Tensor)]
+        now = ambient(kinds[0] if kinds else "cpu")
+        self.amp = now.dtype
+        if now.dtype and not now.cache:
+            raise PlanError(
+                f"the call is under {now}, and a graph has autocast's cache of casts: leave cache_enabled=False out, "
+                "or call the model inside `with unplanned(model):`."
+            )
+        plan = self.compiler.plan
+        if plan is not None and plan.ahead_bytes and not self.planned and kinds and kinds[0] == "cuda":
+            torch.empty(plan.ahead_bytes, dtype=torch.uint8, device="cuda")
 
-    def _replan(self, module: nn.Module, args: Any, kwargs: Any) -> float:
-        """Plan this call alone; returns the seconds that it took. LowtideError if there is no plan."""
-        if len(self.of_calls) >= MOST_REPLANS:
-            raise PlanError(f"there are {MOST_REPLANS} such plans already, each of which takes seconds.")
-        began, wanted = time.monotonic(), self.wanted or wanted_of(self.plan)
-        amp = ambient(device_kind(module, pytree.tree_leaves((args, kwargs)))).dtype
-        plan, _ = plan_call(module, args, kwargs, self.plan, wanted, amp)
-        self.of_calls.append(plan)
-        return time.monotonic() - began
+    def _sketch(self, program: Program) -> dict[str, Any]:
+        args, kwargs = self.call
+        return {**sketch(program, self.module, args, kwargs), "amp": self.amp}
 
-    def _warn(self, why: str, done: str) -> None:
+    def with_loss(self) -> Planned:
+        """The module with its loss function, planned; made once."""
+        if self.whole is None:
+            assert self.loss is not None
+            c = self.compiler
+            settings: dict[str, Any] = {"on_mismatch": c.on_mismatch, "around_bytes": c.around_bytes}
+            self.whole = Planned(WithLoss(self.module, self.loss), Compiler(plan=c.plan, **settings))
+        return self.whole
+
+    # What is told
+
+    def _count(self, why: str) -> None:
+        self.without[why if len(self.without) < MOST_REASONS else "further reasons"] += 1
+
+    def _warn(self, what: str) -> None:
         """Say once of a refusal what is done instead."""
         self.warned += 1
         if self.warned > MOST_WARNINGS:
             return
         last = " What follows is only counted: see receipt()." if self.warned == MOST_WARNINGS else ""
-        warnings.warn(
-            f"a training call runs {done}: {why.replace(HINT, '.')}{last}", stacklevel=_callers_level()
-        )
+        told = f"a training call runs {what.replace(HINT, '.')}{last}"
+        warnings.warn(told, stacklevel=_callers_level())
 
     def receipt(self) -> Receipt:
-        states = [self, *([self.whole._lowtide] if isinstance(self.whole, PlannedModule) else [])]
-        compiled = [c for state in states for c in state.compiled]
-        without = sum((state.without for state in states), Counter[str]())
-        why = ["first call", *["another kind of call, or another state of the model"] * len(compiled)]
-        captures = [
-            CaptureNote(why=w, fit=c.fit, steps=c.graph.steps, seconds=c.seconds)
-            for c, w in zip(compiled, why, strict=False)
-        ]
+        """What was done so far."""
+        both = [self, *([self.whole] if self.whole is not None else [])]
+        compiled = [c for planned in both for c in planned.compiler.compiled]
+        without: Counter[str] = Counter()
+        for planned in both:
+            without += planned.without + planned.compiler.without
         on_gpu = any(c.graph.kind == "cuda" for c in compiled)
         return Receipt(
-            plan=self.plan,
-            planned_steps=sum(c.graph.steps for c in compiled),
-            larger_steps=sum(state.larger for state in states),
+            plan=self.compiler.plan,
+            planned_steps=sum(planned.planned for planned in both),
+            larger_steps=sum(planned.larger for planned in both),
             unplanned_steps=without.total(),
             unplanned_because=dict(without),
-            captures=tuple(captures),
+            captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps, seconds=c.seconds) for c in compiled),
+            breaks=tuple(b for planned in both for b in planned.compiler.breaks),
             peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         )
 
 
+def trains(module: nn.Module) -> bool:
+    """True if a call of this module now is one that a plan is for."""
+    return module.training and torch.is_grad_enabled()
+
+
 def _callers_level() -> int:
     """The `stacklevel` at which `_warn` warns of the line that called the model."""
-    level, frame, inside = 1, sys._getframe(1), ("torch", "executor")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
+    level, frame, own = 1, sys._getframe(1), ("torch", "executor", "tracer")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in own:
         level, frame = level + 1, frame.f_back
     return level
-
-
-class PlannedModule(nn.Module):
-    """Mixed in before the model's own class by `apply_plan`: only `forward` differs, and only while training.
-
-    In evaluation mode, without gradients, on fake tensors and inside `unplanned`, the model's own forward runs. In
-    training torch.compile captures it, with guards on what it depends on, and the plan is applied to each graph that
-    has the structure that it was made for. A plan of a step under autocast runs under that autocast only.
-    """
-
-    _lowtide: _State
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "forward" not in vars(self) or not bypass.trains(self):
-            return super().__call__(*args, **kwargs)
-        before = self._lowtide.entered
-        outputs = super().__call__(*args, **kwargs)
-        bypass.check_bypassed(self, self._lowtide.entered > before)
-        return outputs
-
-    @disable_dynamo
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._lowtide
-        state.entered += 1
-        if not bypass.trains(self) or is_fake() or state.inside:
-            return self._as_written(*args, **kwargs)
-        if state.unplanned:
-            state.without[UNPLANNED] += 1
-            return self._as_written(*args, **kwargs)
-        bypass.check_replica(self)
-        first = next(self.parameters(), None)
-        if first is not None and first.device.type == "cuda" and not state.ahead:
-            state.ahead = True
-            torch.empty(state.plan.ahead_bytes, dtype=torch.uint8, device=first.device)
-        own = vars(self).get(bypass.FORWARD)
-        return state.outputs(self, own or super().forward, args, kwargs)
-
-    def _as_written(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward without the plan: the instance's own, if it had one, else the class's."""
-        state, own = self._lowtide, vars(self).get(bypass.FORWARD)
-        if own is None or state.inside:
-            return super().forward(*args, **kwargs)
-        state.inside = True
-        try:
-            return own(*args, **kwargs)
-        finally:
-            state.inside = False
-
-    def receipt(self) -> Receipt:
-        """What was done so far."""
-        return self._lowtide.receipt()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """The model's own way to be copied and pickled, and the plan; what was captured stays behind."""
-        make, args, *rest = super().__reduce_ex__(protocol)
-        bare = tuple(own_class(x) if isinstance(x, type) else x for x in args)
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {k: v for k, v in rest[0].items() if k != STATE}
-        return _made_again, (self._lowtide.fresh(), make, bare), *rest
-
-
-def _made_again(state: _State, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
-    return _planned(make(*args), state)
-
-
-@functools.lru_cache(maxsize=64)
-def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of planned models of this class, under its name and with its signature."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = getattr(self, STATE, None)
-        # What wraps this stayed behind when the plan was removed; or the model is captured with its loss.
-        if state is None or state.whole_runs:
-            return kind.forward(self, *args, **kwargs)
-        return PlannedModule.forward(self, *args, **kwargs)
-
-    functools.update_wrapper(forward, kind.forward)
-    del forward.__wrapped__  # type: ignore[attr-defined]
-    return bypass.mixed_in(PlannedModule, kind, forward=forward, **{OWN_CLASS: kind})
-
-
-def _planned(model: nn.Module, state: _State) -> nn.Module:
-    bypass.take_forward(model)
-    model.__class__ = _planned_class(own_class(type(model)))
-    object.__setattr__(model, STATE, state)
-    return model
 
 
 def apply_plan(
@@ -392,52 +353,97 @@ def apply_plan(
     plan: Plan | str | Path,
     *,
     loss: Callable[..., Any] | None = None,
-    in_place: bool = False,
     on_mismatch: str = ERROR,
+    parts: bool = False,
 ) -> nn.Module:
-    """A module that has the model's parameters and buffers and trains by `plan`.
+    """Let a model train by `plan` from its next call on, and return it.
 
-    The result is an instance of the model's class, with its name, signature and `state_dict` keys, and returns what
-    the model returns. What is captured is what is called: its attributes, modes and hooks count. A model that has a
-    plan already gets this one instead.
+    Its class, name, signature and `state_dict` stay. In evaluation mode, without gradients, on fake tensors and inside
+    `unplanned` its own forward runs. In training torch.compile captures that, with guards on what it depends on, and
+    the plan is applied to each graph that has the structure it was made for. Copies of the model and pickles take the
+    plan along. A model that has a plan already gets this one instead.
 
     Args:
-        model: in the state in which it will train; on CPU or CUDA.
+        model: on CPU or CUDA; inside a DistributedDataParallel the plan goes to the module in it.
         plan: a Plan or the path of one.
         loss: for `planned_loss`: the loss function, or module, that the step was traced with. A plan that runs a loss
             head in tiles which the model does not hold itself needs it.
-        in_place: make this very object train by the plan, until `remove_plan`. Otherwise the result has submodules of
-            its own around the model's tensors, so that neither's modes and attributes change with the other's.
         on_mismatch: of a training call that the plan is not for (another set of arguments, a block that was frozen
-            since, another autocast, a model that cannot be captured so): "error" raises; "eager" runs the model's own
-            forward; "replan" makes a plan for that call within the same budget, or does as "eager" if there is none.
-            Both say so once, in a warning, and count it (`receipt`).
+            since, another autocast, a model that cannot be captured so): "error" raises; "eager" runs it without a
+            plan; "replan" makes a plan for that graph within the same budget, or does as "eager" if there is none.
+            Both say so in a warning, and count it (`model.receipt()`).
+        parts: where torch.compile breaks the graph of the model, each part is planned to its share of the budget.
 
     Raises:
         SpecError: no such `on_mismatch`.
         PlanError: the file is no plan, the model a wrapper that plans go inside of, or one with other parameters than
-            the plan's; at a training call, its graph is not the plan's, or the autocast around it: says what differs.
+            the plan's; at a training call, its graph is not the plan's: says what differs.
         CaptureError: the model, or a part of it, is compiled or scripted; at the first training call, it cannot be
             captured.
     """
-    if not isinstance(plan, Plan):
-        plan = Plan.load(plan)
-    bypass.check_wrapped(model)
-    check_capturable(model)
-    if on_mismatch not in (ERROR, EAGER, REPLAN):
-        raise SpecError(f"on_mismatch {on_mismatch!r}: give {ERROR}, {EAGER} or {REPLAN}.")
-    both = bool(plan.meta.options.get(JOIN_LOSS)) and not isinstance(model, WithLoss)
-    if both and loss is None:
-        raise PlanError(
-            "the plan is of model and loss function as one: apply_plan(model, plan, loss=...), and train with "
-            "planned_loss(model, batch)."
-        )
-    if on_mismatch == ERROR:
-        check_parameters(WithLoss(model, loss) if both and loss is not None else model, plan)
-    made = model if in_place else twin_of(model)
-    if isinstance(loss, MethodType) and loss.__self__ is model:
-        loss = MethodType(loss.__func__, made)
-    return _planned(made, _State(plan, on_mismatch, loss))
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    return install(model, compiler_of(plan, inside(model), on_mismatch, parts), loss)
+
+
+def compiler_of(plan: Plan, model: nn.Module, on_mismatch: str = ERROR, parts: bool = False) -> Compiler:
+    """What compiles a model by a plan."""
+    around = _state_bytes(plan.meta.optimizer, model)
+    return Compiler(plan=plan, on_mismatch=on_mismatch, parts=parts, around_bytes=around, say=lambda _: None)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module that a plan is for, without the plan that it had."""
+    target = inside(model)
+    if STATE in vars(target):
+        vars(target)[STATE].remove()
+    return target
+
+
+def install(
+    model: nn.Module,
+    compiler: Compiler,
+    loss: Callable[..., Any] | None = None,
+    first: Callable[..., Compiler] | None = None,
+) -> nn.Module:
+    """`apply_plan` by a compiler; `first`: makes the one that counts at the first training call, from the module, its
+    positional and its named arguments."""
+    target, plan = bare(model), compiler.plan
+    if within := [path for path, m in target.named_modules() if STATE in vars(m)]:
+        raise PlanError(f"{within[0]} has a plan already: remove_plan(model) first, or plan only the parts.")
+    check_capturable(target)
+    if plan is not None:
+        both = bool(plan.meta.options.get(JOIN_LOSS)) and not isinstance(target, WithLoss)
+        if both and loss is None:
+            raise PlanError(
+                "the plan is of model and loss function as one: apply_plan(model, plan, loss=...), and train with "
+                "planned_loss(model, batch)."
+            )
+        if compiler.on_mismatch == ERROR:
+            _check_parameters(WithLoss(target, loss) if both and loss is not None else target, plan)
+    planned = Planned(target, compiler, loss)
+    planned.first = first
+    planned.install()
+    return model
+
+
+def _state_bytes(optimizer: str, model: nn.Module) -> int:
+    """What an optimizer keeps beside the parameters, by its name in a trace."""
+    kind = optimizer.partition("(")[0]
+    each = {"SGD": "momentum=" in optimizer, "Adagrad": 1, "RMSprop": 1, "": 0, "none": 0}.get(kind, 2)
+    return each * sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad)
+
+
+def _check_parameters(model: nn.Module, plan: Plan) -> None:
+    """Raise PlanError if a plan is for a model with other parameters, as far as the plan says."""
+    told = plan.meta.sketch.get("parameters")
+    names = [name for name, _ in model.named_parameters()]
+    if not told or told == [len(names), names_digest(names)]:
+        return
+    raise PlanError(
+        f"the plan was made for another model: {describe(plan.meta)}, has {told[0]} parameters, and this "
+        f"{type(model).__name__} has {len(names)}{' of other names' if len(names) == told[0] else ''}; trace this "
+        "model and plan again."
+    )
 
 
 def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -458,12 +464,12 @@ def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             training call, as the model itself.
         SpecError: the batch or the loss is of no known kind.
     """
-    if not isinstance(model, PlannedModule):
+    planned: Planned | None = vars(model).get(STATE)
+    if planned is None:
         raise PlanError(
             f"planned_loss takes what fit or apply_plan returned, and this {type(model).__name__} is not."
         )
-    state = model._lowtide
-    if state.loss is None:
+    if planned.loss is None:
         raise PlanError(
             "the planned model was given no loss function: fit(..., loss=...), apply_plan(..., loss=...)."
         )
@@ -473,69 +479,40 @@ def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             "planned_loss calls the model itself and not the DistributedDataParallel around it, so that no gradients "
             "would be averaged; put the loss into the model's forward, and plan that."
         )
-    given = split_batch(model, batch, state.loss)
-    if not state.of_both or state.unplanned or not bypass.trains(model):
+    given = split_batch(model, batch, planned.loss)
+    if not planned.of_both or planned.off or not trains(model):
         return scalar(given.loss(model(*given.args, **given.kwargs)), type(model).__name__)
-    whole = state.with_loss(model)
-    whole.training, state.whole_runs = True, True
-    try:
+    whole = planned.with_loss()
+    whole.module.training = True
+    with planned.aside():
         return cast(torch.Tensor, whole(given.args, given.kwargs, given.loss_inputs))
-    finally:
-        state.whole_runs = False
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
     """The same object without the plan, as are the planned modules inside it. Raises PlanError if there is no plan in
     it.
     """
-    for module in planned_in(model):
-        module.__class__ = own_class(type(module))
-        bypass.give_back_forward(module)
-        module.__dict__.pop(STATE, None)
+    for planned in planned_in(model):
+        planned.remove()
     return model
 
 
 @contextlib.contextmanager
 def unplanned(model: nn.Module) -> Iterator[None]:
     """In the body the model's own forward runs, in training too. Raises PlanError if there is no plan in the model."""
-    states = [module._lowtide for module in planned_in(model)]
-    for state in states:
-        state.unplanned += 1
+    found = planned_in(model)
+    for planned in found:
+        planned.off += 1
     try:
         yield
     finally:
-        for state in states:
-            state.unplanned -= 1
+        for planned in found:
+            planned.off -= 1
 
 
-def planned_in(model: nn.Module) -> list[PlannedModule]:
-    """The modules of a model, itself included, that train by a plan; PlanError if there are none."""
-    found = [m for m in model.modules() if isinstance(m, PlannedModule)]
+def planned_in(model: nn.Module) -> list[Planned]:
+    """What stands for the forward of a model and of the modules in it that train by a plan; PlanError if none does."""
+    found = [vars(m)[STATE] for m in model.modules() if STATE in vars(m)]
     if not found:
-        raise PlanError(
-            f"this {type(model).__name__} has no plan; apply_plan returns the module that has one, and leaves the "
-            "model that it was given as it is unless in_place=True."
-        )
+        raise PlanError(f"this {type(model).__name__} has no plan; apply_plan gives it one.")
     return found
-
-
-def apply_recorded(
-    model: nn.Module,
-    plan: Plan,
-    wanted: Wanted | None = None,
-    loss: Callable[..., Any] | None = None,
-    *,
-    in_place: bool,
-    on_mismatch: str,
-) -> nn.Module:
-    """`apply_plan` of a plan for a step of this model, in training mode.
-
-    Args:
-        wanted: of plans to come; None: what the plan says.
-    """
-    planned = apply_plan(model, plan, loss=loss, in_place=in_place, on_mismatch=on_mismatch)
-    assert isinstance(planned, PlannedModule)
-    planned._lowtide.wanted = wanted
-    if not planned.training:
-        planned.train()
-    return planned

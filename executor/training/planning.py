@@ -1,33 +1,27 @@
-"""Plan the training of a model in hand, whole or of one call of it, from what is captured of it now."""
+"""Plan the training step of a model in hand."""
 
 from __future__ import annotations
 
 import operator
-import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from executor.training.bypass import later_forward_off
-from executor.training.twin import STATE, twin_of
+from executor.backend import Say
 from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
-from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.recording import ProfileUse, joined_with, record_drafted, record_joined
 from tracer.step.batch import SplitBatch, loss_in_outputs, split_batch, to_device
-from tracer.step.joined import WithLoss
-from tracer.step.loop_options import JOIN_LOSS
 from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
 from traces.devices import device as device_entry
@@ -37,13 +31,6 @@ from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
-
-Say = Callable[[str], None]
-
-
-def on_stderr(text: str) -> None:
-    sys.stderr.write(f"lowtide: {text}\n")
-    sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,27 +71,25 @@ def record(
     *,
     join: bool = False,
 ) -> Recorded:
-    """Record a step on fake tensors of the model's device; the model stays as it is. Model, batch, loss and errors are
-    those of `tracer.trace`.
+    """Record a step on fake tensors of the model's device; the model, which has no plan, stays as it is but for
+    training mode. Model, batch, loss and errors are those of `tracer.trace`.
 
     Args:
         amp: the type of autocast, "" for none; None: that which is on.
         join: whether to look for a loss head across the border between model and loss.
     """
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with later_forward_off(model) if STATE in vars(model) else nullcontext():
-        bare = twin_of(model)
-    if not bare.training:
-        bare.train()
+    if not model.training:
+        model.train()
     amp = ambient(where.type).dtype if amp is None else amp
     options = {**wanted.loop, "amp": amp or None}
-    step = in_hand(bare, batch, loss, wanted.optimizer, wanted.scaler, {}, options, 0)
+    step = in_hand(model, batch, loss, wanted.optimizer, wanted.scaler, {}, options, 0)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False):
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where))
         found = record_joined(step, draft, ProfileUse(), device=str(where)) if join else None
-    given = split_batch(bare, to_device(batch, str(where), None), loss)
+    given = split_batch(model, to_device(batch, str(where), None), loss)
     recorded = Recorded(
         trace=joined_with(trace, found),
         build=step,
@@ -150,38 +135,6 @@ def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = 
         seconds=wanted.seconds,
         alloc_conf=alloc_conf() if step.on_gpu else None,
     )
-
-
-def wanted_of(plan: Plan) -> Wanted:
-    """What a plan was made to hold, as far as it says."""
-    peak = plan.predicted.get("plan", {}).get("peak_allocated_bytes")
-    budget, of = (plan.budget_bytes, plan.budget_of) if plan.budget_bytes else (peak, ALLOCATED)
-    kind = plan.meta.optimizer.partition("(")[0]
-    momentum = re.search(r"momentum=([\d.]+)", plan.meta.optimizer)
-    settings = {"momentum": float(momentum[1])} if momentum else {}
-    make = getattr(torch.optim, kind, None)
-    optimizer = make and (lambda ps: make(ps, lr=1e-3, **settings))
-    return Wanted(budget=budget or "100%", budget_of=of, optimizer=optimizer)
-
-
-def plan_call(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, wanted: Wanted, amp: str
-) -> tuple[Plan, Program]:
-    """A plan for one call of a model whose own plan is for another graph, and what was captured of it.
-
-    Counts: the model, and the optimizer. Ignores: the loss code, which is not known here but where the model has its
-    own. If no plan is within the budget, the one of the lowest peak is taken. Raises BudgetError, SpecError,
-    CaptureError if there is none.
-    """
-    other = plan.meta.options.get(JOIN_LOSS) and not isinstance(model, WithLoss)
-    loss = partial(loss_of, grad_outputs=() if other else plan.meta.grad_outputs)
-    call = SplitBatch(args=tuple(args), kwargs=dict(kwargs), loss=loss, loss_inputs=())
-    step = record(model, call, None, wanted, amp)
-    try:
-        return plan_within(step, wanted), step.program
-    except Infeasible as error:
-        least = replace(wanted, budget=error.figures["lowest_peak_bytes"], budget_of=ALLOCATED)
-        return plan_within(step, least), step.program
 
 
 def loss_of(outputs: Any, grad_outputs: Sequence[int] = ()) -> torch.Tensor:

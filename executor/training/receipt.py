@@ -1,41 +1,34 @@
-"""What a planned model did so far: steps with and without its plan, what was captured and why, and the peak."""
+"""What a planned model did so far: steps with and without its plan, what was compiled and how it fits, and the peak."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from traces.records.plan import Plan
 from traces.units import show_bytes
 
-EXACT: Final = "exact"  # the graph is the plan's to the byte
-RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
-# A size of one makes another graph, which takes less without any eviction.
-SAVED: Final = "with all values saved"
-REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureNote:
-    """One capture that serves calls."""
+    """One graph that serves calls."""
 
-    why: str  # "first call", or what had changed since the last capture
-    fit: str  # EXACT, RESIZED, SAVED or REPLANNED
+    fit: str  # "exact", "resized", "with all values saved" or "replanned"
     steps: int  # that it served
-    seconds: float  # that capturing, planning and rewriting took
+    seconds: float  # that compiling it by the plan took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
     """The training calls of a planned model so far; evaluation does not count."""
 
-    plan: Plan
+    plan: Plan | None  # None: each part is planned to its share
     planned_steps: int
     larger_steps: int  # of them, that had larger arguments than the plan's, and may need more than it holds
     unplanned_steps: int
     unplanned_because: Mapping[str, int]  # why, and how many
     captures: tuple[CaptureNote, ...]
+    breaks: tuple[str, ...] = ()  # why a graph ended before the model did, where parts are planned
     # The highest of the process so far, by CUDA's allocator; None on a CPU, where nobody counts.
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -44,13 +37,13 @@ class Receipt:
         peak = "not counted on a CPU"
         if self.peak_allocated_bytes is not None:
             peak = f"{show_bytes(self.peak_allocated_bytes)} allocated, {show_bytes(self.peak_reserved_bytes)} reserved"
+        larger = f"  {self.larger_steps} were larger than the plan's, and may need more"
         return "\n".join(
             [
                 f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without; peak {peak}",
-                *[f"  {self.larger_steps} were larger than the plan's, and may need more"][
-                    : self.larger_steps
-                ],
+                *([larger] if self.larger_steps else []),
                 *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
-                *(f"  {c.steps} {c.fit}, captured in {c.seconds:.1f} s: {c.why}" for c in self.captures),
+                *(f"  {c.steps} {c.fit}, compiled in {c.seconds:.1f} s" for c in self.captures),
+                *(f"  a graph ends: {why}" for why in self.breaks),
             ]
         )

@@ -69,10 +69,10 @@ def test_accelerate_with_the_plan_before_and_after_prepare(when: str, precision:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if planned and when == "before":
             amp = "bfloat16" if precision == "bf16" else None
-            model = fitted(model, data[0], optimizer, amp=amp, in_place=True)
+            model = fitted(model, data[0], optimizer, amp=amp)
         model, wrapped = accelerator.prepare(model, optimizer)
         if planned and when == "after":
-            model = fitted(model, data[0], optimizer, in_place=True)
+            model = fitted(model, data[0], optimizer)
         losses = []
         for batch in data:
             loss = model(**batch).loss
@@ -164,7 +164,7 @@ def test_lora_with_the_plan_around_and_inside(where: str) -> None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         if planned:
             inner = model if where == "around" else model.base_model.model
-            fitted(inner, data[0], optimizer, in_place=True)
+            fitted(inner, data[0], optimizer)
         return model, loop(model, optimizer, data)
 
     ten_steps(run)
@@ -241,7 +241,7 @@ def test_timm_s_own_loop(name: str) -> None:
         if planned:
             model = fit(
                 model, data[0], loss=criterion, optimizer=optimizer, budget="80%", seconds=2,
-                say=lambda text: None, in_place=True,
+                say=lambda text: None,
             )  # fmt: skip
         average = ModelEmaV3(model, decay=0.9)
         losses = []

@@ -150,16 +150,13 @@ def test_lengths_that_vary_and_a_smaller_last_batch(tmp_path: Path) -> None:
 
 
 def test_a_count_of_items_as_a_number_is_captured_once() -> None:
-    from executor.frameworks.first_batch import FirstBatch, await_first_batch
     from executor.frameworks.transformers import _counted_by_tensor
-    from executor.training.planning import Wanted
 
     def run(planned: bool) -> Any:
         model = gpt2()
         if planned:
             model.register_forward_pre_hook(_counted_by_tensor, with_kwargs=True)
-            wanted = Wanted(budget="70%", seconds=2)
-            await_first_batch(model, FirstBatch(wanted=wanted, say=lambda text: None))
+            PlanCallback(budget="70%", seconds=2, say=lambda text: None).begin(model, None, {})
         losses = []
         for k, batch in enumerate(batches(4)):
             loss = model(**batch, num_items_in_batch=100 + k).loss

@@ -14,13 +14,16 @@ from torch import nn  # noqa: E402
 from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from executor import apply_plan, fit  # noqa: E402
 from executor.backend import lowtide  # noqa: E402
+from simulator import api as simulator  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import plan_of, recompute_all, recorded  # noqa: E402
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
+from tracer.capture.compiling import SETTINGS  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
+from traces.errors import BudgetError, CaptureError, PlanError, SpecError  # noqa: E402
 
 
 class Deep(nn.Module):
@@ -114,6 +117,80 @@ def test_an_output_that_the_loss_leaves_out_has_no_gradient() -> None:
     model(torch.ones(2, 4))[0].sum().backward()
     assert model.a.weight.grad is not None
     assert model.b.weight.grad is None
+
+
+class Broken(Deep):
+    """Looks at its values halfway."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[:3](x)
+        if float(x.detach().sum()) > 1e9:
+            raise ValueError
+        out: torch.Tensor = self.norm(self.blocks[3:](x))
+        return out
+
+
+def test_a_break_is_an_error_with_its_line_or_its_parts_are_planned() -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    eager, x = Broken(), torch.randn(64, 32)
+    for options, error in (
+        ({"budget": "60%"}, "breaks the graph.*sum.*"),
+        ({"budget": 1 << 30, "parts": True}, "60%"),
+    ):
+        torch.compiler.reset()
+        step = torch.compile(loss_of, backend="lowtide", options=options)
+        with pytest.raises(BackendCompilerFailed, match=error):
+            step(copy.deepcopy(eager), x)
+    torch.compiler.reset()
+    step = torch.compile(loss_of, backend="lowtide", options={"budget": "60%", "parts": True})
+    planned = copy.deepcopy(eager)
+    wanted = steps(eager, lambda x: loss_of(eager, x))
+    assert all(map(torch.equal, wanted, steps(planned, lambda x: step(planned, x))))
+
+
+def test_a_model_is_planned_in_parts() -> None:
+    eager = Broken()
+    planned, whole = copy.deepcopy(eager), copy.deepcopy(eager)
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        fit(whole, (torch.randn(256, 32),), lambda y: y.square().mean(), budget="60%")
+    fit(planned, (torch.randn(256, 32),), budget="60%", parts=True, say=lambda _: None)
+    wanted = steps(eager, lambda x: eager(x).square().mean())
+    assert all(map(torch.equal, wanted, steps(planned, lambda x: planned(x).square().mean())))
+    receipt = planned.receipt()
+    assert receipt.planned_steps == 3
+    assert receipt.unplanned_steps == 0
+    assert [c.steps for c in receipt.captures] == [3, 3]
+    assert ".sum()) > 1e9" in receipt.breaks[0]
+
+
+def test_a_plan_of_the_whole_is_for_its_parts_by_its_share() -> None:
+    trace = recorded(
+        build_of(lambda: (Deep(), torch.randn(256, 32), lambda y: y.square().mean(), None))
+    ).trace
+    plan = simulator.plan(trace, "70%")
+    planned = apply_plan(Broken(), plan, parts=True)
+    planned(torch.randn(256, 32)).square().mean().backward()
+    assert [c.fit for c in planned.receipt().captures] == ["replanned", "replanned"]
+    with pytest.raises(CaptureError, match=r"\.sum\(\)"):
+        apply_plan(Broken(), plan)(torch.randn(256, 32))
+
+
+def test_too_many_compilations_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(Deep):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) * scale
+
+    trace = recorded(
+        build_of(lambda: (Scaled(), torch.randn(256, 32), lambda y: y.square().mean(), None))
+    ).trace
+    monkeypatch.setitem(SETTINGS, "recompile_limit", 2)
+    planned = apply_plan(Scaled(), plan_of(trace, *recompute_all(Problem(trace))))
+    for k in range(2):
+        planned(torch.randn(256, 32), scale=0.5 + k)
+    with pytest.raises(CaptureError, match="limit"):
+        planned(torch.randn(256, 32), scale=3.5)
 
 
 @pytest.mark.parametrize(

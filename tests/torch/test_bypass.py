@@ -59,7 +59,7 @@ def as_eager(model: Callable[..., Any], planned: nn.Module, eager: nn.Module | N
     eager = eager or net()
     for a, b in zip(train(eager, eager), train(model, planned), strict=True):
         assert torch.equal(a, b)
-    assert len(planned._lowtide.compiled) == 1
+    assert len(planned._lowtide.compiler.compiled) == 1
 
 
 def doubled(self: Residual, x: torch.Tensor) -> torch.Tensor:
@@ -78,20 +78,17 @@ def plan_of_doubled() -> Plan:
     return plan_of(trace, *recompute_all(Problem(trace)))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_forward_of_the_instance_that_was_there_before_is_what_is_captured(in_place: bool) -> None:
+def test_a_forward_of_the_instance_that_was_there_before_is_what_is_captured() -> None:
     eager, model = net(), net()
     for m in (eager, model):
         m.forward = types.MethodType(doubled, m)  # type: ignore[method-assign]
-    planned = apply_plan(model, plan_of_doubled(), in_place=in_place)
-    assert "forward" not in vars(planned)
+    planned = apply_plan(model, plan_of_doubled())
     x = torch.randn(4, 3, 16, 16)
     planned.eval(), eager.eval()
     assert torch.equal(planned(x), eager(x))
     planned.train(), eager.train()
     as_eager(planned, planned, eager)
-    assert "forward" in vars(remove_plan(planned))
-    assert ("forward" in vars(model)) is True
+    assert vars(remove_plan(planned))["forward"].__func__ is doubled
 
 
 def test_a_plan_of_the_class_s_forward_is_not_for_another(plan: Plan) -> None:
@@ -145,7 +142,8 @@ def test_one_that_replaces_it_is_found_at_the_first_training_call(plan: Plan) ->
     planned = apply_plan(net(), plan)
     planned.forward = types.MethodType(doubled, planned)  # type: ignore[method-assign]
     del planned.forward
-    as_eager(planned, planned)
+    with pytest.raises(PlanError, match="apply the plan again"):
+        train(planned, planned)
 
 
 def test_one_that_replaces_it_between_steps_is_found_too(plan: Plan) -> None:
@@ -159,17 +157,15 @@ def test_one_that_replaces_it_between_steps_is_found_too(plan: Plan) -> None:
 def test_unwrapping_a_planned_forward_leads_to_no_other(plan: Plan) -> None:
     """Accelerate follows `__wrapped__` down and puts what it finds on the instance."""
     planned = apply_plan(net(), plan)
-    assert inspect.unwrap(planned.forward).__func__ is type(planned).forward  # type: ignore[attr-defined]
+    assert inspect.unwrap(planned.forward) is vars(planned)["forward"]
     assert inspect.signature(planned.forward) == inspect.signature(net().forward)
-    planned.forward = types.MethodType(inspect.unwrap(type(planned).forward), planned)  # type: ignore[method-assign]
-    as_eager(planned, planned)
 
 
 def test_a_second_plan_sees_the_forward_that_wraps_the_first() -> None:
     model = net()
     model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
     both = plan_of_doubled()
-    planned = apply_plan(apply_plan(model, both, in_place=True), both, in_place=True)
+    planned = apply_plan(apply_plan(model, both), both)
     eager = net()
     eager.forward = types.MethodType(doubled, eager)  # type: ignore[method-assign]
     as_eager(planned, planned, eager)
@@ -177,11 +173,14 @@ def test_a_second_plan_sees_the_forward_that_wraps_the_first() -> None:
 
 def test_a_wrapper_of_the_planned_forward_outlives_the_plan(plan: Plan) -> None:
     planned = apply_plan(net(), plan)
-    planned.forward = types.MethodType(type(planned).forward, planned)  # type: ignore[method-assign]
+    inner = planned.forward
+    planned.forward = lambda x: inner(x)  # type: ignore[method-assign]
     bare = remove_plan(planned)
-    x = torch.randn(4, 3, 16, 16)
-    bare.eval()
-    assert torch.equal(bare(x), net().eval()(x))
+    for model in (bare, bare.eval()):
+        torch.manual_seed(3)
+        found = model(torch.ones(4, 3, 16, 16))
+        torch.manual_seed(3)
+        assert torch.equal(found, net().train(model.training)(torch.ones(4, 3, 16, 16)))
 
 
 def test_copies_and_pickles_have_the_instance_s_forward() -> None:
@@ -239,5 +238,5 @@ def test_wrappers_around_a_plan_train_by_it(plan: Plan) -> None:
 
 def test_the_copies_that_data_parallel_makes_are_refused(plan: Plan) -> None:
     replica = apply_plan(net(), plan)._replicate_for_data_parallel()
-    with pytest.raises(PlanError, match="DataParallel copies the planned model to every device"):
+    with pytest.raises(PlanError, match="DataParallel copies the model to every device"):
         replica(torch.randn(4, 3, 16, 16))

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from executor.graphs.match import program_actions  # noqa: E402
 from executor.rewrite import rewrite  # noqa: E402
-from executor.training.match import program_actions  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.torch.steps import plan_of, random_actions, recompute_all, step_of  # noqa: E402

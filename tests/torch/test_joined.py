@@ -299,7 +299,7 @@ def test_fit_measures_the_error_of_a_plan_with_the_loss_in_tiles(monkeypatch: py
         model, batch, loss, make(model.parameters()), budget="28%", allow="approximate", levers=["tile", "int8"],
         max_gradient_error=0.1, say=lambda line: None,
     )  # fmt: skip
-    made = planned._lowtide.plan
+    made = planned._lowtide.compiler.plan
     assert "tile" in {r.kind for r in made.rewrites}
     assert made.gradient_error is not None
     eager, exact = loss(model(batch[0]), batch[1]), planned_loss(planned, batch)

@@ -150,7 +150,7 @@ def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.Mo
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    plan = planned._lowtide.plan
+    plan = planned._lowtide.compiler.plan
     assert plan.gradient_error is not None
     assert plan.gradient_error <= 0.05
     assert bool(plan.gradient_error) == any(r.error for r in plan.rewrites)
@@ -165,7 +165,7 @@ def test_fit_takes_the_levers_that_are_named(monkeypatch: pytest.MonkeyPatch) ->
         torch.manual_seed(0)
         model, (x, y), loss, optimizer = net()
         planned = fit(model, (x, y), loss, optimizer, budget="95%", levers=levers, say=lambda line: None)
-        assert bool(planned._lowtide.plan.rewrites) == (levers is not None)
+        assert bool(planned._lowtide.compiler.plan.rewrites) == (levers is not None)
         loss(planned(x), y).backward()
         models.append(planned)
     grads = ([p.grad for p in m.parameters()] for m in models)

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from executor.graphs.match import program_actions  # noqa: E402
 from executor.rewrite import Rewritten, rewrite  # noqa: E402
-from executor.training.match import program_actions  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import Schedule, build  # noqa: E402
 from tests.torch import small_nets  # noqa: E402

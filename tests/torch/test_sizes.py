@@ -18,8 +18,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
+from executor.backend import EXACT, RESIZED, SAVED  # noqa: E402
 from executor.measuring import peaks_of  # noqa: E402
-from executor.training.receipt import EXACT, RESIZED, SAVED  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
@@ -253,8 +253,8 @@ def test_arguments_that_are_laid_out_otherwise(sliced: bool) -> None:
 )
 def test_a_batch_or_length_of_one(make: Any, first: Sizes, ones: list[Sizes]) -> None:
     eager, planned, batch = pair(make, first)
-    plan = planned._lowtide.plan
-    planned._lowtide.plan = replace(plan, predicted={"plan": {"peak_allocated_bytes": 1 << 40}})
+    plan = planned._lowtide.compiler.plan
+    planned._lowtide.compiler.plan = replace(plan, predicted={"plan": {"peak_allocated_bytes": 1 << 40}})
     same_steps(eager, planned, batch, [first, *ones, first])
     kinds = [fit for fit, _ in fits(planned)]
     assert kinds[0] == EXACT
@@ -264,7 +264,9 @@ def test_a_batch_or_length_of_one(make: Any, first: Sizes, ones: list[Sizes]) ->
 
 def test_a_batch_of_one_that_takes_more_than_the_planned_step_is_refused() -> None:
     _, planned, batch = pair(gpt2, (4, 12))
-    planned._lowtide.plan = replace(planned._lowtide.plan, predicted={"plan": {"peak_allocated_bytes": 1000}})
+    planned._lowtide.compiler.plan = replace(
+        planned._lowtide.compiler.plan, predicted={"plan": {"peak_allocated_bytes": 1000}}
+    )
     with pytest.raises(PlanError, match="where a size of one makes other ops"):
         planned(**batch(1, 12))
 

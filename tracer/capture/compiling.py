@@ -36,15 +36,20 @@ SETTINGS: Final = {
 Compiled = Callable[..., Any]
 
 
-def by_dynamo(backend: Callable[..., Any], *, dynamic: bool | None = False) -> Compiled:
-    """Return `run(forward, args, kwargs)`, which calls a forward in one graph that dynamo gives to the backend."""
-    return torch.compile(_alone(_call), backend=backend, fullgraph=True, dynamic=dynamic)
+def by_dynamo(backend: Callable[..., Any], *, dynamic: bool | None = False, whole: bool = True) -> Compiled:
+    """Return `run(forward, args, kwargs)`, which calls a forward in one graph that dynamo gives to the backend; or
+    where it is not to be `whole`, in as many as it breaks into."""
+    return torch.compile(_alone(_call), backend=backend, fullgraph=whole, dynamic=dynamic)
 
 
 @contextlib.contextmanager
-def calling(kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Around each call of what `by_dynamo` made; `kwargs`: of that call."""
-    with dynamo_config.patch(**SETTINGS, ignore_logging_functions=_logs()), known_to_dynamo(kwargs):
+def calling(kwargs: Mapping[str, Any], *, whole: bool = True) -> Iterator[None]:
+    """Around each call of what `by_dynamo` made; `kwargs`: of that call.
+
+    In parts recurrent layers stay outside of the graphs, where they are exact, and numbers from data are inputs.
+    """
+    settings = {**SETTINGS, "allow_rnn": whole, "specialize_float": whole}
+    with dynamo_config.patch(**settings, ignore_logging_functions=_logs()), known_to_dynamo(kwargs):
         yield
 
 

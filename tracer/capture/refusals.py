@@ -30,13 +30,18 @@ def check_capturable(model: nn.Module) -> None:
                 "depends on data. Only dense tensors can be planned; keep indices and values as two dense tensors "
                 "(torch.Tensor.index_add adds up rows by index), or take .to_dense()."
             )
+    if [n for n, _ in nn.Module.named_parameters(model)] != [n for n, _ in model.named_parameters()]:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured: its named_parameters is its own and leaves some out, so that "
+            "nobody knows what there is to plan for; give the optimizer the parameters that it is to see instead."
+        )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without which nothing is sharded
     for path, module in model.named_modules():
         if path and fsdp is not None and isinstance(module, fsdp.FSDPModule):
             raise CaptureError(
                 f"a plan of a model cannot hold blocks that fully_shard shards by themselves ({path}): parameters of "
                 "theirs come and go while forward runs. Give each block a plan of its own, "
-                "fully_shard(apply_plan(block, plan, in_place=True)), or shard the planned model as one."
+                "fully_shard(apply_plan(block, plan)), or shard the planned model as one."
             )
         where = f"its module {path}" if path else "it"
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:

@@ -380,9 +380,16 @@ def _flags(n: fx.Node, reads_overwritten: bool, *, view: bool) -> int:
     return flags
 
 
+# Whose ops say by their tags whether they draw.
+TORCH_S = frozenset({"aten", "prims", "prim", "quantized", "mkldnn", "inductor", "torchvision", "lowtide"})
+
+
 def is_random(n: fx.Node) -> bool:
-    """Whether a node draws random numbers: torch's own tag, unless its dropout probability is zero."""
+    """True if a node may draw random numbers: by torch's own tag, unless its dropout probability is zero; an op that is
+    not torch's own may whatever its tags say."""
     target = n.target
+    if target.namespace not in TORCH_S:
+        return True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for k, arg in enumerate(target._schema.arguments):

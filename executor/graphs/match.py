@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from executor.graphs.edited import rewritten
 from executor.graphs.graph import Graph
+from executor.graphs.mismatch import another_graph, by_ones_alone
 from executor.matching import check_kind
-from executor.training.mismatch import another_graph, by_ones_alone, elements
 from simulator.core.problem import Problem
 from simulator.core.replay import replay
 from tracer.capture.compiling import Could
-from tracer.precision.policy import Autocast
 from tracer.record.program import Program
 from tracer.record.sketch import ops_of
-from traces.errors import PlanError
 from traces.records.plan import Action, Plan
 from traces.records.trace import TraceMeta
 
@@ -52,12 +49,8 @@ def fitted(graph: Graph, plan: Plan, sketch: Callable[[Program], dict[str, Any]]
         return _by_plan(program, plan)
     now = sketch(program)
     planned = int(plan.predicted.get("plan", {}).get("peak_allocated_bytes", 0))
-    if (
-        now
-        and not graph.of_many_sizes
-        and by_ones_alone(plan.meta.sketch, now)
-        and model_bytes(program) <= planned
-    ):
+    ones = not graph.of_many_sizes and by_ones_alone(plan.meta.sketch, now)
+    if ones and model_bytes(program) <= planned:
         return Fitted(program=program, actions=(), all_saved=True)
     raise another_graph(plan.meta, now, program.fingerprint(sizes=False), graph.kind)
 
@@ -75,6 +68,18 @@ def left_out(plan: Plan, could: Sequence[Could]) -> list[frozenset[int]]:
     places = [frozenset(x.place for x in could if x not in some) for some in kept]
     as_many = [p for p, some in zip(places, kept, strict=True) if len(some) == len(wanted)]
     return list(dict.fromkeys([*as_many, frozenset[int]()]))
+
+
+def planned_elements(plan: Plan) -> int:
+    """How many elements the tensors have that the plan's call takes; 0: it does not say."""
+    shown = [x.partition("[")[2].partition("]")[0] for _, x in plan.meta.sketch.get("arguments", ())]
+    sizes = [[n.strip() for n in x.split(",")] for x in shown if x]
+    return sum(math.prod(map(int, x)) for x in sizes if all(n.isdigit() for n in x))
+
+
+def elements_of(leaves: Sequence[Any]) -> int:
+    """How many elements a call's tensors have."""
+    return sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
 
 
 def _by_plan(program: Program, plan: Plan) -> Fitted:
@@ -98,41 +103,6 @@ def model_bytes(program: Program, actions: Sequence[Action] = ()) -> int:
     optimizer.
     """
     return replay(Problem(program.trace()), actions).timeline.peak_allocated_bytes
-
-
-def device_kind(module: nn.Module, leaves: Sequence[Any]) -> str:
-    """The type of the device that a model runs on: that of its arguments, or without any, of its parameters."""
-    return next(
-        (x.device.type for x in chain(leaves, module.parameters()) if isinstance(x, torch.Tensor)), "cpu"
-    )
-
-
-def check_autocast(plan: Plan, now: Autocast) -> None:
-    """Raise PlanError if a model is called under another autocast than the plan's step."""
-    if now.dtype == plan.meta.amp:
-        if now.dtype and not now.cache:
-            raise PlanError(
-                f"the call is under {now}, and the plan was made for autocast with its cache of casts: leave "
-                "cache_enabled=False out, or call the model inside `with unplanned(model):`."
-            )
-        return
-    made = Autocast(dtype=plan.meta.amp, kind=now.kind)
-    call = f"call the model inside `with {made}:`" if made.dtype else "call the model outside of autocast"
-    record = f"with --amp {now.dtype}" if now.dtype else "without --amp"
-    raise PlanError(
-        f"the plan was made for a step under {made}, and this call is under {now}; {call}, or trace the step "
-        f"{record} and plan again."
-    )
-
-
-def planned_elements(plan: Plan) -> int:
-    """How many elements the tensors have that the plan's call takes; 0: it does not say."""
-    return sum(elements(shown) for _, shown in plan.meta.sketch.get("arguments", ()))
-
-
-def elements_of(leaves: Sequence[Any]) -> int:
-    """How many elements a call's tensors have."""
-    return sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
 
 
 def _fits(program: Program, meta: TraceMeta) -> bool:

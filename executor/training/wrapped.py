@@ -1,0 +1,45 @@
+"""Find what plans go inside of: wrappers that others put around a model or a part of it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from traces.errors import PlanError
+
+DATA_PARALLEL: Final = (
+    "copies the model to every device at every step, where there is nothing to plan for; use DistributedDataParallel, "
+    "one process for each device."
+)
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The module that a plan is for: that inside a DistributedDataParallel, whose hooks see each gradient as it comes;
+    otherwise the model. Raises PlanError for a wrapper that no plan can go around of, and says where the plan goes.
+    """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which there is no model of it
+    sharded: tuple[type, ...] = (fsdp.FullyShardedDataParallel,) if fsdp is not None else ()
+    name = type(model).__name__
+    if isinstance(model, DataParallel):
+        raise PlanError(f"{name} {DATA_PARALLEL}")
+    if isinstance(model, sharded):
+        raise PlanError(
+            f"{name} keeps parameters flat and in shards, which no captured graph has; shard with fully_shard: "
+            "fully_shard(apply_plan(block, plan))."
+        )
+    if isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
+        raise PlanError(
+            f"the model was compiled by torch.compile, whose graphs no plan reaches into; apply the plan to the "
+            f"{type(inner).__name__} itself (model._orig_mod), which torch.compile then leaves as it is."
+        )
+    for path, module in model.named_modules():
+        if path and isinstance(module, (DataParallel, DistributedDataParallel, *sharded)):
+            raise PlanError(
+                f"the model holds a {type(module).__name__} ({path}), whose communication no captured graph has; "
+                f"apply a plan to {path}.module instead."
+            )
+    return model
