@@ -102,7 +102,8 @@ class Capturing:
             differentiated = wanted(returned)
             if graph.joint is None:
                 with on_gpu, autocast.region(), tracing(graph.context), without_torch_log():
-                    graph.joint = _joint(graph, _own(model, args, kwargs), differentiated)
+                    own = _own(model, args, kwargs)
+                    graph.joint = _joint(graph, own, differentiated, as_on_gpu=target is not None)
         except TorchDynamoException as error:
             raise refusal(type(model).__name__, error) from error
         flat, spec = pytree.tree_flatten(returned)
@@ -152,7 +153,9 @@ def _numbered(
         yield id(x), (Input(kind, name, k), x)
 
 
-def _joint(graph: _Graph, own: dict[int, tuple[Input, torch.Tensor]], wanted: Collection[int]) -> Joint:
+def _joint(
+    graph: _Graph, own: dict[int, tuple[Input, torch.Tensor]], wanted: Collection[int], *, as_on_gpu: bool
+) -> Joint:
     """The joint graph of what dynamo captured, with all of the call's inputs."""
     could = {k for k, x in enumerate(graph.outputs) if isinstance(x, torch.Tensor) and x.requires_grad}
     kept = {k for k in could if id(graph.outputs[k]) in wanted}
@@ -165,7 +168,9 @@ def _joint(graph: _Graph, own: dict[int, tuple[Input, torch.Tensor]], wanted: Co
     found: list[Joint] = []
 
     def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        found.append(joint_of(module, num_fwd_outputs, inputs, unread=unread, on_gpu=kind == "cuda"))
+        found.append(
+            joint_of(module, num_fwd_outputs, inputs, unread=unread, on_gpu=as_on_gpu or kind == "cuda")
+        )
         raise _Read
 
     def nothing(*_: Any) -> Any:
