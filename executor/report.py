@@ -63,7 +63,7 @@ def write_measurement(
 
 
 def _texts(m: Measurement, meta: TraceMeta) -> Iterator[Text]:
-    """What must be said beside the figures: the budget, the verification, and what the times are."""
+    """Return what must be said beside the figures: the budget, the verification, and what the times are."""
     if m.budget_bytes is not None:
         told = {None: "unknown", True: "within", False: "ABOVE"}[m.within_budget]
         of = "" if m.budget_of == ALLOCATED else " of reserved memory"

@@ -69,7 +69,7 @@ class _Building:
                 self.node[n] = self.graph.node_copy(n)
 
     def captured(self) -> Captured:
-        """What was captured, so changed."""
+        """Return what was captured, so changed."""
         for op in self.editing.order:
             self._put(op)
         before, outputs = self.program.captured, []
@@ -159,7 +159,7 @@ class _Building:
         return made
 
     def _argument(self, op: Op, like: fx.Node, given: Any) -> Iterator[Any]:
-        """What an argument of an op that a lever added is in the graph."""
+        """Return what an argument of an op that a lever added is in the graph."""
         if isinstance(given, Taken):
             yield self._value(op, given.op, given.value, given.value) or self.node[self._maker(given.value)]
         elif isinstance(given, Argument):
@@ -181,15 +181,16 @@ class _Building:
             yield given
 
     def _now(self, by: Op, a: fx.Node) -> fx.Node:
-        """What an op takes for a node that was captured."""
+        """Return what an op takes for a node that was captured."""
         if a not in self.op_of:
             return self.node[a]
         value = self.editing.value[self.program.storage_of[a][0]]
         return self._value(by, self.op_of[a], value, a) or self.node[a]
 
     def _value(self, by: Op, of: Op, value: Value, a: Value | fx.Node) -> fx.Node | None:
-        """What an op takes for the value of another that lies in a storage, or which a captured node names; None: that
-        itself, as it was captured."""
+        """Return what an op takes for the value of another that lies in a storage, or which a captured node names;
+        None: that itself, as it was captured.
+        """
         of = self.editing.standing(of)
         of = self.editing.standing((by.instead or {}).get((of, value), of))
         return self.made.get((of, a)) or self.made.get((of, value)) or self.made.get((of, None))

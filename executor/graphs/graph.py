@@ -40,7 +40,7 @@ Decide = Callable[["Graph"], tuple[Program, Sequence[Action]]]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Call:
-    """What backward has to know of the forward that it belongs to."""
+    """All that backward has to know of its forward."""
 
     digests: tuple[int, ...] = ()  # of the arguments that backward reads
     parameters: tuple[nn.Parameter, ...] = ()  # that get their gradients inside backward
@@ -116,7 +116,7 @@ class Graph:
         self.decide = _no_more
 
     def forward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-        """What runs forward."""
+        """Return what runs forward."""
         run = _boxed(module)
         holders = module.graph.find_nodes(op="placeholder")
         self._statistics = [k for k, n in enumerate(holders) if _only_norms_write(n)]
@@ -128,7 +128,7 @@ class Graph:
         return _marked_boxed(call)
 
     def backward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-        """What runs backward."""
+        """Return what runs backward."""
         whole, partial = _boxed(module), dict[tuple[int, ...], fx.GraphModule]()
         holders = module.graph.find_nodes(op="placeholder")
         tangents = [k for k, n in enumerate(holders) if "tangent_of" in n.meta]
@@ -156,7 +156,7 @@ class Graph:
         return _marked_boxed(call)
 
     def around(self, compiled: Callable[..., Any], owner: nn.Module | None) -> Callable[..., Any]:
-        """What dynamo's code calls: the compiled graph, and around it what backward has to know.
+        """Return what dynamo's code calls: the compiled graph, and around it what backward has to know.
 
         Args:
             owner: the module that is being compiled, as a DistributedDataParallel around it knows it.
@@ -274,7 +274,9 @@ def _marked_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
 
 
 def _only_norms_write(n: fx.Node) -> bool:
-    """Whether a placeholder is statistics that batch norms alone write, without a new version in the untouched step."""
+    """Return whether a placeholder is statistics that batch norms alone write, without a new version in the untouched
+    step.
+    """
     written = [u.args[1] for u in n.users if u.target is aten.copy_.default and u.args[0] is n]
 
     def by_norm(x: Any) -> bool:

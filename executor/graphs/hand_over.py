@@ -97,8 +97,8 @@ class Pool:
 
 
 def _handing(module: fx.GraphModule, places: Sequence[int]) -> Backward:
-    """The same backward, which takes `put` and `go` first and calls them for each parameter's gradient once it exists
-    and nothing reads the parameter any more.
+    """Return the same backward, which takes `put` and `go` first and calls them for each parameter's gradient once it
+    exists and nothing reads the parameter any more.
 
     Between the two the value's name in the generated code is freed. Returns the other gradients.
     """

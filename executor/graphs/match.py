@@ -24,7 +24,7 @@ from traces.records.trace import TraceMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What runs in the place of a captured graph."""
+    """The program that runs in the place of a captured graph."""
 
     program: Program  # rewritten as the plan says
     actions: tuple[Action, ...]

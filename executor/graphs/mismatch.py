@@ -48,7 +48,7 @@ def another_graph(meta: TraceMeta, now: dict[str, Any], structure: str, device: 
 
 
 def _causes(meta: TraceMeta, now: dict[str, Any], device: str) -> Iterator[str]:
-    """What differs, the likeliest cause first."""
+    """Return what differs, the likeliest cause first."""
     then = meta.sketch
     if meta.device.partition(":")[0] != device:
         yield f"it is for {meta.device}, and the model is on {device}"
@@ -85,7 +85,7 @@ def by_ones_alone(then: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def _kinds(sketch: dict[str, Any], key: str) -> set[str]:
-    """What is in a sketch under a key, in words; arguments without their sizes, but for those of one."""
+    """Return what is in a sketch under a key, in words; arguments without their sizes, but for those of one."""
     if key != "arguments":
         return {name or "the whole model" for name in sketch[key]}
     return {f"{name} ({_shape(shown)})" for name, shown in sketch[key]}

@@ -226,7 +226,7 @@ class Planned:
         return types.MethodType(type(self.module).forward, self.module) if self.own is None else self.own
 
     def _by_plan(self, forward: Any, args: Any, kwargs: Any) -> Any:
-        """What a training call returns, by the plan or, of a graph that this is not for, as `on_mismatch` says."""
+        """Return what a training call returns, by the plan, or as `on_mismatch` says where the plan is for another."""
         self._check_call(pytree.tree_leaves((args, kwargs)))
         with contextlib.suppress(ManySizes):
             return self._compiled(forward, args, kwargs)
@@ -315,7 +315,7 @@ class Planned:
         warnings.warn(told, stacklevel=_callers_level())
 
     def receipt(self) -> Receipt:
-        """What was done so far."""
+        """Return what was done so far."""
         both = [self, *([self.whole] if self.whole is not None else [])]
         compiled = [c for planned in both for c in planned.compiler.compiled]
         without: Counter[str] = Counter()
@@ -386,7 +386,7 @@ def apply_plan(
 
 
 def compiler_of(plan: Plan, model: nn.Module, on_mismatch: str = ERROR, parts: bool = False) -> Compiler:
-    """What compiles a model by a plan."""
+    """Return what compiles a model by a plan."""
     around = _state_bytes(plan.meta.optimizer, model)
     return Compiler(plan=plan, on_mismatch=on_mismatch, parts=parts, around_bytes=around, say=lambda _: None)
 
@@ -427,7 +427,7 @@ def install(
 
 
 def _state_bytes(optimizer: str, model: nn.Module) -> int:
-    """What an optimizer keeps beside the parameters, by its name in a trace."""
+    """Return what an optimizer keeps beside the parameters, by its name in a trace."""
     kind = optimizer.partition("(")[0]
     each = {"SGD": "momentum=" in optimizer, "Adagrad": 1, "RMSprop": 1, "": 0, "none": 0}.get(kind, 2)
     return each * sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad)
@@ -489,8 +489,8 @@ def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
-    """The same object without the plan, as are the planned modules inside it. Raises PlanError if there is no plan in
-    it.
+    """Return the same object without the plan, as are the planned modules inside it. Raises PlanError if there is no
+    plan in it.
     """
     for planned in planned_in(model):
         planned.remove()
@@ -511,7 +511,9 @@ def unplanned(model: nn.Module) -> Iterator[None]:
 
 
 def planned_in(model: nn.Module) -> list[Planned]:
-    """What stands for the forward of a model and of the modules in it that train by a plan; PlanError if none does."""
+    """Return what stands for the forward of a model and of the modules in it that train by a plan; PlanError if none
+    does.
+    """
     found = [vars(m)[STATE] for m in model.modules() if STATE in vars(m)]
     if not found:
         raise PlanError(f"this {type(model).__name__} has no plan; apply_plan gives it one.")

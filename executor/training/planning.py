@@ -35,7 +35,7 @@ from traces.units import show_bytes, show_percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What plans are to hold, and what the loop does beside calling the model."""
+    """The limits that plans are to hold, and what the loop does beside calling the model."""
 
     budget: str | int
     budget_of: str | None = None
@@ -151,7 +151,7 @@ def loss_of(outputs: Any, grad_outputs: Sequence[int] = ()) -> torch.Tensor:
 
 
 def in_words(plan: Plan) -> str:
-    """What a plan costs and brings."""
+    """Return what a plan costs and brings."""
     before, after, of = plan.predicted["baseline"], plan.predicted["plan"], plan.budget_of
     key = f"peak_{of}_bytes"
     tiles = [f" in {r.number} tiles" if r.number else "" for r in plan.rewrites]

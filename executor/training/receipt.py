@@ -1,4 +1,4 @@
-"""What a planned model did so far: steps with and without its plan, what was compiled and how it fits, and the peak."""
+"""Count what a planned model did so far: steps with and without its plan, how graphs fit, the peak."""
 
 from __future__ import annotations
 

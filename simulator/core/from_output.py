@@ -64,7 +64,7 @@ class Swap:
 
 
 def swaps(facts: Facts) -> Mapping[int, Swap]:
-    """What can be swapped, by storage; worked out once."""
+    """Return what can be swapped, by storage; worked out once."""
     return facts.once(swaps, lambda f: {swap.storage: swap for swap in _offered(f)})
 
 

@@ -238,7 +238,7 @@ class Editing:
         return op
 
     def instead_of(self, op: Op) -> Op:
-        """What stands where an op of the trace was taken out; itself, if it is there."""
+        """Return what stands where an op of the trace was taken out; itself, if it is there."""
         while op in self._instead:
             op = self._instead[op]
         return op

@@ -108,8 +108,9 @@ class Program:
         return validate(Trace(meta=meta, ops=ops, storages=storages))
 
     def hand_over_places(self) -> tuple[int, ...]:
-        """Of each parameter the op after which its gradient is there and no op reads the parameter any more, so that it
-        may be stepped; as many as there are ops if none of backward concerns it."""
+        """Return, for each parameter, the op after which its gradient is there and no op reads the parameter any more,
+        so that it may be stepped; as many as there are ops if none of backward concerns it.
+        """
         last: dict[Any, int] = {}
         for i in range(self.forward_ops, len(self.ops)):
             op = self.ops[i]
@@ -306,12 +307,12 @@ class _Run:
 
 
 def is_number(n: fx.Node) -> bool:
-    """Whether a node computes a size from others, which is no op of a step."""
+    """Return whether a node computes a size from others, which is no op of a step."""
     return n.op == "call_function" and isinstance(n.meta.get("val"), int | torch.SymInt)
 
 
 def arguments(n: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
-    """What a node's op takes beside tensors: JSON of its arguments by the schema, with null for a tensor."""
+    """Return what a node's op takes beside tensors: JSON of its arguments by the schema, with null for a tensor."""
     schema = getattr(n.target, "_schema", None)
     if schema is None:
         return ""
