@@ -158,27 +158,6 @@ def test_a_head_whose_rows_depend_on_each_other_is_none(loss: Callable[..., torc
     assert trace(model, batch(), loss=outside).joined is None
 
 
-def test_a_loss_that_leaves_something_behind_stays_outside() -> None:
-    """What a planned step would not do again."""
-    model, seen, told = apart(HEADS["mean"]())[0], {}, []
-    count = 0
-
-    def noting(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        seen["accuracy"] = (logits.argmax(-1) == targets).float().mean()
-        return flat(logits, targets)
-
-    def counting(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return flat(logits, targets)
-
-    for loss, why in ((noting, "changes what seen of"), (counting, "changes count of")):
-        of = trace(model, batch(), loss=loss, say=told.append)
-        assert of.joined is None
-        assert why in next(line for line in told if "loss is left outside" in line)
-        told.clear()
-
-
 def test_no_other_trace_is_captured_twice() -> None:
     images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
     given = torch.randn(16, 3, 8, 8), torch.randint(0, 10, (16,))

@@ -18,7 +18,7 @@ from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, Joint
 from tracer.capture.refusals import check_capturable, check_graph, refusal
 from tracer.capture.sizes import Known, number
 from tracer.precision.policy import OFF, Autocast
-from tracer.step.user_errors import without_torch_log
+from tracer.step.user_errors import explain, without_torch_log
 from tracer.torch_api import TorchDynamoException, TracingContext, no_garbage, one_at_a_time, pytree, tracing
 from traces.devices import Device
 from traces.errors import CaptureError
@@ -106,6 +106,8 @@ class Capturing:
                     graph.joint = _joint(graph, own, differentiated, as_on_gpu=target is not None)
         except TorchDynamoException as error:
             raise refusal(type(model).__name__, error) from error
+        except Exception as error:
+            raise explain(error, model) from error
         flat, spec = pytree.tree_flatten(returned)
         joint = graph.joint
         place = {id(x): joint.outputs[p] for k, p in joint.returned.items() for x in [graph.outputs[k]]}
@@ -161,9 +163,10 @@ def _joint(
     kept = {k for k in could if id(graph.outputs[k]) in wanted}
     read = {id(x) for x in graph.examples}
     unread = [x for key, x in own.items() if key not in read]
-    known = {id(x): Input(HELD, "", k, x) for k, x in enumerate(graph.examples)}
-    known |= {key: given for key, (given, _) in own.items()}
-    inputs = [known[id(x)] for x in graph.examples]
+    inputs = [
+        own[id(x)][0] if id(x) in own else Input(HELD if isinstance(x, torch.Tensor) else ARGUMENT, "", k, x)
+        for k, x in enumerate(graph.examples)
+    ]
     kind = kind_of(graph.examples)
     found: list[Joint] = []
 

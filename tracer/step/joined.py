@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,40 +21,10 @@ class WithLoss(nn.Module):
         self.model, self.loss = model, loss
         self.training = model.training
 
-    def around(self) -> dict[str, Any]:
-        """Return what the loss function names in its closure and among globals, with what its functions there name."""
-        return around(self.loss.forward if isinstance(self.loss, nn.Module) else self.loss)
-
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> torch.Tensor:
         return scalar(self.loss(self.model(*args, **kwargs), *loss_inputs), type(self.model).__name__)
-
-
-def around(*functions: Any) -> dict[str, Any]:
-    """Return what functions name in their closures and among globals, with what the functions there name; torch's own
-    are left out.
-    """
-    found: dict[str, Any] = {}
-
-    def see(function: Any) -> None:
-        function = function.func if isinstance(function, partial) else function
-        function = function.__func__ if isinstance(function, MethodType) else function
-        own = isinstance(function, FunctionType) and not (function.__module__ or "").startswith("torch.")
-        if not own or function.__qualname__ in found:
-            return
-        found[function.__qualname__] = function
-        code, space = function.__code__, function.__globals__
-        named = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        held = {n: x.cell_contents for n, x in named.items() if x != CellType()}
-        for name, value in ({n: space[n] for n in code.co_names if n in space} | held).items():
-            see(value)
-            if not isinstance(value, ModuleType):
-                found[f"{name} of {function.__qualname__}"] = value
-
-    for function in functions:
-        see(function)
-    return found
 
 
 def can_be_joined(step: TrainingStep) -> bool:

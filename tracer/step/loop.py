@@ -163,7 +163,6 @@ class Phases:
             if self._now == OPTIMIZER and torch.is_grad_enabled():  # the next part of an accumulated step
                 self.enter(FORWARD)
 
-        called._lowtide_scope = True  # type: ignore[attr-defined]  # no hook of the user's
         hooks = [
             register_module_forward_pre_hook(called),
             register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER)),

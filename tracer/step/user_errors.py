@@ -90,8 +90,9 @@ def without_torch_log() -> Iterator[None]:
 
 
 def explain(error: BaseException, model: nn.Module) -> BaseException:
-    """A CaptureError that names the op and the line of the user's code; foreign errors keep their text."""
-    return error if isinstance(error, CaptureError) else _in_words(error, type(model).__name__)
+    """A CaptureError that names the op and the line of the user's code; foreign errors keep their text, and Lowtide's
+    own stay as they are."""
+    return error if isinstance(error, LowtideError) else _in_words(error, type(model).__name__)
 
 
 def _in_words(error: BaseException, name: str) -> CaptureError:
@@ -99,11 +100,6 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.startswith(_DISTRIBUTIONS) for frame in frames):
         line += ", where a distribution checks its arguments; validate_args=False leaves that out"
-    if any(f.name == "_detect_is_causal_mask" and f.filename == f"{_LAYERS}transformer.py" for f in frames):
-        line += (
-            ", where torch asks whether a mask is causal; is_causal=True or False in the call (tgt_is_causal, "
-            "memory_is_causal) tells it, and it knows of nn.Transformer.generate_square_subsequent_mask in forward"
-        )
     ragged = "shape_env must not be None" in str(error)  # a nested tensor's rows have lengths that are data
     if is_data_dependent(error) or ragged or isinstance(error, DynamicOutputShapeException):
         op = getattr(error, "func", None)
