@@ -31,7 +31,7 @@ from executor.graphs.mismatch import HINT, describe
 from executor.training.receipt import CaptureNote, Receipt
 from executor.training.wrapped import DATA_PARALLEL, inside
 from tracer.capture.compiling import by_dynamo, calling
-from tracer.capture.refusals import check_capturable, refusal
+from tracer.capture.refusals import check_capturable, from_dynamo, refusal
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.record.sketch import names_digest, sketch
@@ -244,8 +244,7 @@ class Planned:
             with calling(kwargs, whole=whole):
                 made = self.run(forward, args, kwargs)
         except Exception as error:
-            dynamo_s = type(error).__module__.startswith("torch._dynamo")
-            if dynamo_s or str(error).startswith("Guard failed on the same frame"):
+            if from_dynamo(error):
                 raise refusal(
                     type(self.module).__name__, error, f", plan its parts (parts=True){HINT}"
                 ) from error

@@ -15,11 +15,11 @@ from tracer.capture.attention import gpu_attention
 from tracer.capture.captured import At, Captured
 from tracer.capture.compiling import by_dynamo, calling, compile_joint, differentiable, kind_of, output_values
 from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, Joint, joint_of
-from tracer.capture.refusals import check_capturable, check_graph, refusal
+from tracer.capture.refusals import check_capturable, check_graph, from_dynamo, refusal
 from tracer.capture.sizes import Known, number
 from tracer.precision.policy import OFF, Autocast
 from tracer.step.user_errors import explain, without_torch_log
-from tracer.torch_api import TorchDynamoException, TracingContext, no_garbage, one_at_a_time, pytree, tracing
+from tracer.torch_api import TracingContext, no_garbage, one_at_a_time, pytree, tracing
 from traces.devices import Device
 from traces.errors import CaptureError
 
@@ -104,10 +104,10 @@ class Capturing:
                 with on_gpu, autocast.region(), tracing(graph.context), without_torch_log():
                     own = _own(model, args, kwargs)
                     graph.joint = _joint(graph, own, differentiated, as_on_gpu=target is not None)
-        except TorchDynamoException as error:
-            raise refusal(type(model).__name__, error) from error
         except Exception as error:
-            raise explain(error, model) from error
+            if not from_dynamo(error):
+                raise explain(error, model) from error
+            raise refusal(type(model).__name__, error) from error
         flat, spec = pytree.tree_flatten(returned)
         joint = graph.joint
         place = {id(x): joint.outputs[p] for k, p in joint.returned.items() for x in [graph.outputs[k]]}

@@ -137,7 +137,10 @@ def _phases(graph: fx.Graph) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     late = set(backward)
     for n in forward:
         if any(a in late for a in n.all_input_nodes):
-            raise CaptureError(f"the forward op {n.name} takes a value of backward; please report this.")
+            raise CaptureError(
+                f"the model cannot be captured: a backward of its own writes into a tensor that is no gradient "
+                f"({n.name}), as fused gradients do (main_grad), which no plan can hold; let it return gradients."
+            )
     return tuple(forward), tuple(backward)
 
 

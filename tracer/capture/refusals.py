@@ -108,6 +108,14 @@ def refusal(name: str, error: Exception, hint: str = ".") -> LowtideError:
     )
 
 
+def from_dynamo(error: Exception) -> bool:
+    """Return whether torch.compile itself failed, and not the code that it ran."""
+    unguarded = str(error).startswith(
+        "Guard failed on the same frame"
+    )  # what a weak proxy of the model leads to
+    return type(error).__module__.startswith("torch._dynamo") or unguarded
+
+
 def check_graph(module: fx.GraphModule) -> None:
     """Raise CaptureError for what dynamo captures and no plan can hold: an op whose result has a shape, or is a number,
     that is data; a batch norm that `torch.utils.checkpoint` runs twice, and so updates its statistics twice."""
