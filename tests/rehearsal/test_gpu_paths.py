@@ -14,6 +14,7 @@ import pytest
 
 from simulator import api
 from simulator.planners.outcome import Infeasible
+from simulator.studies.sweep import Sweep
 from tracer.rehearsal import run_on_null_driver
 from traces.devices import device
 from traces.provenance import MEASURED_CUDA, REHEARSED
@@ -89,10 +90,8 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
     assert done.returncode == 0, done.stderr
     assert REHEARSED in done.stdout
     assert "measured" not in done.stdout.lower().replace(MEASURED_CUDA, "")
-    for words in (
-        ("execute", "plan.json", "--report", "x.html"),
-        ("execute", "sweep", "t"),
-    ):
-        refused = on_h100(tmp_path, *words, *(("--device", "cuda") if words[0] == "execute" else ()))
+    Sweep(model=f"{tmp_path}/net.py:build", options={}, target="").save(tmp_path / "t" / "sweep.json")
+    for words in (("plan.json", "--report", "x.html"), ("sweep", "t", "--trust")):
+        refused = on_h100(tmp_path, "execute", *words, "--device", "cuda")
         assert refused.returncode == 2, refused.stdout
         assert "not there" in refused.stderr
