@@ -310,7 +310,8 @@ class Planned:
         if self.warned > MOST_WARNINGS:
             return
         last = " What follows is only counted: see receipt()." if self.warned == MOST_WARNINGS else ""
-        told = f"a training call runs {what.replace(HINT, '.')}{last}"
+        both = " The plan makes the loss, too: call planned_loss(model, batch)." if self.of_both else ""
+        told = f"a training call runs {what.replace(HINT, '.')}{both}{last}"
         warnings.warn(told, stacklevel=_callers_level())
 
     def receipt(self) -> Receipt:
