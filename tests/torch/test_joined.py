@@ -43,7 +43,7 @@ from tracer.record.draft import Draft  # noqa: E402
 from tracer.recording import ProfileUse, joined_with, record_real  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device as device_entry  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
+from traces.errors import CaptureError, PlanError  # noqa: E402
 from traces.records.gradient_errors import GradientErrors  # noqa: E402
 from traces.records.store import load, save  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
@@ -386,7 +386,9 @@ def test_copies_and_pickles_have_the_loss_and_what_has_none_says_so(monkeypatch:
         assert other.receipt().planned_steps == 1
     with pytest.raises(PlanError, match="is not"):
         planned_loss(remove_plan(other), given)
-    plain = plan(trace(model, given, loss=loss), "100%")
+    with pytest.raises(CaptureError, match="remove_plan"):
+        trace(model, given, loss=loss)
+    plain = plan(trace(remove_plan(model), given, loss=loss), "100%")
     with pytest.raises(PlanError, match="given no loss function"):
         planned_loss(apply_plan(model, plain), given)
     other = apply_plan(copy.deepcopy(model), plain, loss=loss)

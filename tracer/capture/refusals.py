@@ -46,8 +46,8 @@ def check_capturable(model: nn.Module) -> None:
         where = f"its module {path}" if path else "it"
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise CaptureError(
-                f"{type(model).__name__} cannot be captured: {where} was compiled by torch.compile, whose graphs no "
-                "plan reaches into. Leave torch.compile out."
+                f"{type(model).__name__} cannot be captured: {where} was compiled by torch.compile, or has a plan "
+                "already, and no plan reaches into that. Leave torch.compile out, or remove_plan(model) first."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
