@@ -303,7 +303,7 @@ def _as_aot_has_them(
     sizes = {n.target: n for n in forward.graph.find_nodes(op="placeholder")}
     with forward.graph.inserting_before(old):
         for x in joint.outputs:
-            value = made[x.number] if isinstance(x, At) else sizes[x.target] if isinstance(x, fx.Node) else x
+            value = made[x.number] if isinstance(x, At) else _size(forward.graph, x, sizes)
             if isinstance(x, At) and x.number in not_made:
                 value = _in_no_memory(forward.graph, joint.captured.outputs[x.number])
             if isinstance(value, fx.Node) and value in returned:  # one object cannot have and lack a gradient
@@ -328,6 +328,15 @@ def _as_aot_has_them(
         module.graph.lint()
         module.recompile()
     return forward, backward
+
+
+def _size(graph: fx.Graph, x: Any, sizes: dict[Any, fx.Node]) -> Any:
+    """A size that forward returns, or a number made of sizes, such as a counter of the model's; `x` if it is none."""
+    if not isinstance(x, fx.Node):
+        return x
+    if x.op == "placeholder":
+        return sizes[x.target]
+    return graph.node_copy(x, lambda n: _size(graph, n, sizes))
 
 
 def _in_no_memory(graph: fx.Graph, like: fx.Node) -> fx.Node:

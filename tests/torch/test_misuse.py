@@ -1061,13 +1061,13 @@ def a_buffer_changed_in_place(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y - self.ema
 
 
-@stateful("self.calls")
+@stateful(EQUAL)
 def a_counter(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.calls += 1
     return y * self.calls
 
 
-@stateful("self.calls")
+@stateful(EQUAL)
 def a_counter_that_only_counts(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.calls += 1
     return y
@@ -1091,7 +1091,7 @@ def an_activation_appended(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@stateful("self.last")
+@stateful("another graph")
 def a_hidden_state_carried_over(self: Any, y: torch.Tensor) -> torch.Tensor:
     if self.last is not None:
         y = y + self.last
@@ -1099,7 +1099,7 @@ def a_hidden_state_carried_over(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@stateful("self.register_buffer")
+@stateful("another graph")
 def a_buffer_made_in_forward(self: Any, y: torch.Tensor) -> torch.Tensor:
     if not hasattr(self, "late"):
         self.register_buffer("late", torch.ones(8))
@@ -1111,7 +1111,7 @@ def layer_drop_by_python(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y if random.random() < 0.5 else y * 2
 
 
-@stateful("NumPy")
+@stateful("looks at the data")
 def layer_drop_by_numpy(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y if np.random.rand() < 0.5 else y * 2
 
@@ -1353,7 +1353,7 @@ class AsksForItsGradient(Net):
         return super().forward(x.requires_grad_())
 
 
-@row("forward sets requires_grad", net=AsksForItsGradient)
+@row("requires_grad", net=AsksForItsGradient)
 def an_argument_is_asked_for_its_gradient(m: Any) -> Any:
     x = batch()
     step(m, x)

@@ -100,7 +100,7 @@ def refusal(name: str, error: Exception, hint: str = ".") -> LowtideError:
     if isinstance(cause, Exception) and not isinstance(cause, TorchDynamoException):
         told = f"{type(cause).__name__}: {first_line(cause)}"
     else:
-        explained = re.search(r"Explanation: (.*)", str(inner))
+        explained = re.search(r"Explanation: (.+)", str(inner))
         told = explained[1].rstrip(".") if explained else first_line(inner)
     return CaptureError(
         f"{name} cannot be captured by torch.compile: {told}{where}. Mend that line, or leave what it is in out of the "
