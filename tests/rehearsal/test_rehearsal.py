@@ -263,7 +263,9 @@ def test_a_step_that_copies_to_host_memory_takes_the_predicted_bytes(tmp_path: P
     assert steady["reserved_bytes"] == predicted["peak_reserved_bytes"]
 
 
-def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reserved", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path, reserved: bool) -> None:
+    """And so does one that keeps a budget of reserved memory by ops that run ahead."""
     call(
         tmp_path,
         "tracer", "resnet18", "--batch-size", "32", "--image-size", "96", "--target", "h100", "-o", "t", "-q",
@@ -277,6 +279,8 @@ def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None
     assert set(answer["rehearsals"]["plan"]) >= {"iterations", "alive", "fits"}
     planned, untouched = answer["rehearsed"], answer["rehearsals"]["eager"]["steady"]
     assert planned["peak_allocated_bytes"] < untouched["requested_bytes"]
+    if not reserved:
+        return
     # Torch 2.11 holds cuBLAS's workspaces between calls, so no share of the peak is a budget for every release: half
     # of the way from the lowest peak to what the untouched step reserves.
     with pytest.raises(Infeasible) as refused:
