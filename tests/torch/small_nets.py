@@ -248,3 +248,19 @@ def build_exits() -> Built:
 
 def build_returns_nothing() -> None:
     return None
+
+
+class Words(torch.nn.Module):
+    """Words to logits, or to the loss of their targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(600, 99), torch.nn.Linear(99, 600)
+
+    def forward(self, ids: Any, targets: Any = None) -> Any:
+        logits = self.head(torch.tanh(self.words(ids)))
+        return logits if targets is None else of_words(logits, targets)
+
+
+def of_words(logits: Any, targets: Any) -> Any:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

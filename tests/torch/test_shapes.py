@@ -24,6 +24,7 @@ from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
+from tests.torch.small_nets import Words, of_words  # noqa: E402
 from tests.torch.steps import plan_of, recompute_all  # noqa: E402
 from tests.torch.test_sizes import transformers  # noqa: E402
 from tracer.api import trace, trace_shapes  # noqa: E402
@@ -48,9 +49,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     inner = capture_module._joint
 
-    def counted(graph: Any, own: Any, wanted: Any) -> Any:
+    def counted(graph: Any, *given: Any, **asked: Any) -> Any:
         seen.append(graph)
-        return inner(graph, own, wanted)
+        return inner(graph, *given, **asked)
 
     monkeypatch.setattr(capture_module, "_joint", counted)
     return seen
@@ -233,22 +234,8 @@ def test_two_hundred_random_lengths_take_what_is_predicted_of_each() -> None:
     assert max(peaks) <= budget
 
 
-class Words(torch.nn.Module):
-    """Words to logits, or to the loss of their targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = torch.nn.Embedding(600, 99), torch.nn.Linear(99, 600)
-
-    def forward(self, ids: Any, targets: Any = None) -> Any:
-        logits = self.head(torch.tanh(self.words(ids)))
-        return logits if targets is None else of_words(logits, targets)
-
-
-def of_words(logits: Any, targets: Any) -> Any:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
+# The file itself is run anew for each size; dynamo's guards let a graph serve all of them if the model's class is
+# imported from another.
 def inside(batch_size: int, seq_len: int) -> Any:
     model, (ids, targets) = Words(), torch.randint(0, 600, (2, batch_size, seq_len))
     return model, {"ids": ids, "targets": targets}, torch.optim.SGD(model.parameters(), lr=0.1)
