@@ -99,8 +99,8 @@ def test_the_derivative_is_as_exact_as_the_rounded_output_allows(
     # torch 2.14's own gelu is some units in the last place off, which near the minimum is more than ours adds.
     from_rounded = ops.backward_from_output(torch.ones_like(x), whole.to(dtype), ops.side(x, kind), kind)
     assert (from_rounded.double() - exact).abs().max() < largest
+    assert relative(from_rounded, exact) < share
     assert (found.double() - exact).abs().mean() < mean
-    assert relative(found, exact) < share
     # What it adds to the error of torch's own backward in the same type.
     assert (
         relative(found, exact) ** 2 - relative(rounded, exact) ** 2 < (2.5e-3 if share > 1e-5 else 1e-5) ** 2
@@ -112,7 +112,8 @@ def test_the_derivative_is_as_exact_as_the_rounded_output_allows(
     ("form", "kind", "dtype"),
     [
         *(("eager", kind, dtype) for kind in KINDS for dtype in (torch.float16, torch.bfloat16)),
-        ("compiled", "gelu", torch.bfloat16),  # two are enough for the compiler's clamps
+        # Two are enough for the compiler's clamps.
+        pytest.param("compiled", "gelu", torch.bfloat16, marks=pytest.mark.slow),
         ("compiled", "silu", torch.float16),
     ],
 )
