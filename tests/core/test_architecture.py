@@ -46,10 +46,10 @@ def test_each_module_is_one_sentence(path: Path) -> None:
 
 # Lines, and the most that there may be. These numbers only go down: who deletes lowers them.
 MOST_LINES = {
-    "product": (42_550, ("traces", "simulator", "tracer", "executor"), ".py"),
-    "tests": (42_700, ("tests",), ".py"),
+    "product": (35_400, ("traces", "simulator", "tracer", "executor"), ".py"),
+    "tests": (32_700, ("tests",), ".py"),
     "C": (1_300, ("tracer", "executor"), (".c", ".h")),
-    "manuals": (2_180, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
+    "manuals": (900, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
 }
 
 
@@ -63,4 +63,4 @@ def test_the_house_only_gets_smaller(part: str) -> None:
     ]
     lines = sum(len(f.read_bytes().splitlines()) for f in files if f.name.endswith(ends))
     assert lines <= most, f"{part}: {lines:,} lines; delete as much as you add"
-    assert lines > most - 15_000, f"{part}: {lines:,} lines; lower the limit"
+    assert lines > most - 1_500, f"{part}: {lines:,} lines; lower the limit"
