@@ -70,13 +70,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (small_nets.spec("mlp"), {"optimizer": "none"}),
     (small_nets.spec("residual"), {}),
     ("resnet18", {"batch_size": 4, "image_size": 64, "optimizer": "none"}),
-    ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
     ("gpt2-tiny", {"batch_size": 2, "seq_len": 32}),
     (small_nets.spec("tied"), {"amp": "bfloat16"}),
     (small_nets.spec("residual"), {"amp": "bfloat16"}),
     (small_nets.spec("overflowing"), {}),
 ]
-BY_NAME = {"resnet18", "bert-tiny", "gpt2-tiny"}  # each job captures them anew
+BY_NAME = {"resnet18", "gpt2-tiny"}  # each job captures them anew
 
 
 @pytest.mark.parametrize(("model", "options"), CASES, ids=lambda x: str(x).rpartition("/")[2])
@@ -91,6 +90,7 @@ def test_the_predicted_peak_is_the_measured_one(
     ("model", "options"),
     [
         ("resnet18", {"batch_size": 2, "image_size": 64}),
+        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
         ("llama-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
         ("t5-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
         ("gpt2-tiny", {"batch_size": 1, "seq_len": 8, "optimizer": "sgd", "amp": "float16"}),
