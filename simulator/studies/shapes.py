@@ -235,9 +235,9 @@ def check_shapes(meta: TraceMeta, name: str, shapes: Shapes) -> None:
             f"--shapes {shapes.text}: the plan is made for the largest shape, {in_words(shapes.largest)}, and {name} "
             f"is of {in_words(here)}; trace the step at that shape."
         )
-    if meta.model.startswith(IN_HAND) or meta.mode != "fake":
+    if meta.model.startswith(IN_HAND) or meta.mode == "real":
         raise SpecError(
-            f"--shapes {shapes.text}: the step of {name} was {'in hand' if meta.mode == 'fake' else 'measured'}, and "
+            f"--shapes {shapes.text}: the step of {name} was {'measured' if meta.mode == 'real' else 'in hand'}, and "
             "so cannot be recorded at other sizes; record a model by its name or file without --device."
         )
 

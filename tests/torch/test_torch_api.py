@@ -47,15 +47,18 @@ REPLACED = {
     "torch.Tensor.__deepcopy__": "self memo",
     "torch.nn.Parameter.__deepcopy__": "self memo",
 }
-# Private values that are read where they are, since torch changes them.
+# Private values that are read where they are: torch changes them, or they are methods of a public class.
 READ = {
     "torch.autograd.forward_ad._current_level",
+    "torch.nn.Module._call_impl",
+    "torch.nn.Module._wrapped_call_impl",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
 }
 # Private attributes of objects of torch, transformers and Python. Those that Lowtide's own objects have too, such as
 # _parameters, do not show.
 OF_OBJECTS = {
-    "_apply", "_attn_implementation", "_boxed_call", "_cdata", "_compiled_call_impl", "_destroy", "_dispatch_cache",
+    "_apply", "_attn_implementation", "_boxed_call", "_call_impl", "_cdata", "_compiled_call_impl", "_destroy",
+    "_dispatch_cache",
     "_fields", "_getframe", "_growth_tracker",
     "_init_group", "_model_mapping",
     "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",

@@ -209,7 +209,9 @@ def test_unplanned_runs_the_model_s_own_forward(plan: Plan, monkeypatch: pytest.
     planned = apply_plan(model, plan)
     whole = nn.Sequential(planned)
     ran: list[Any] = []
-    monkeypatch.setattr(module_module, "compile_graph", lambda *a: ran.append(a) or pytest.fail("captured"))
+    monkeypatch.setattr(
+        module_module, "compile_graph", lambda *a, **_: ran.append(a) or pytest.fail("captured")
+    )
     with unplanned(whole), unplanned(planned):
         same_training(eager, planned)
     assert not ran
@@ -707,11 +709,10 @@ def test_another_model_is_refused_when_the_plan_is_applied() -> None:
 @pytest.mark.parametrize("called_shared", [False, True])
 def test_two_arguments_share_memory_as_they_did(traced_shared: bool, called_shared: bool) -> None:
     plan = plan_of_heads(traced_shared)
-    assert plan.meta.sketch["shares"] == ([[0, 1]] if traced_shared else [])
     eager, planned = Heads(), apply_plan(Heads(), plan)
     if traced_shared != called_shared:
         ids = tokens()
-        with pytest.raises(PlanError, match="made for another graph"):
+        with pytest.raises(PlanError, match="arguments share memory otherwise"):
             planned(ids=ids, labels=ids if called_shared else ids.clone())
         return
 

@@ -93,12 +93,17 @@ def assemble(
     return replace(draft, state_turns=turns)
 
 
+def _arguments(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a model is called with, each once, in the order of a captured graph's arguments."""
+    leaves = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    return list(dict.fromkeys(leaves))
+
+
 def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorder) -> None:
     """Tell the recorder what is there before the step."""
     captured, model = program.captured, step.model
     own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
-    arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
-    for x, n in zip([*own, *arguments], captured.placeholders, strict=False):
+    for x, n in zip([*own, *_arguments(step.args, step.kwargs)], captured.placeholders, strict=False):
         recorder.know(x, program.storage_of[n][0])
     for x in step.tensors():
         recorder.id_of(x, recorder.row(x, "batch", INPUT))
@@ -255,7 +260,7 @@ class _Stub:
         self._open = True
         self.calls += 1
         self.tangents, self.handed = [], []
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = _arguments(args, kwargs)
         self.told.get(self.calls, lambda given: None)(given)
         anchor, inputs, handing = None, self.parameters, hands_over(self.parameters)
         if handing:  # as in `executor.graphs.hand_over`: not through autograd's graph

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tracer.record.program import Program
+from tracer.record.rows import shared_groups, storage_key
 from tracer.torch_api import pytree
 
 CUDNN: Final = "aten._cudnn_rnn.default"
@@ -33,12 +34,13 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
         runs by kernels of their own; `ops`: a line for each, packed (`ops_of`).
     """
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    tensors = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, torch.Tensor)]
     ops = "\n".join(f"{row.target} {row.module}" for row in program.rows)
     whole = {row.module for row in program.rows if row.target == CUDNN}
     recurrent = [name for name, m in modules.items() if isinstance(m, nn.RNNBase) and name not in whole]
     return {
         "arguments": [list(x) for x in _arguments(model, args, kwargs)],
-        "shares": [list(group) for group in program.shares],
+        "shares": [list(group) for group in shared_groups(map(storage_key, tensors))],
         "frozen": _whole({name for name, p in parameters.items() if not p.requires_grad}, parameters),
         "evaluated": _whole({name for name, m in modules.items() if not m.training}, modules),
         "dtypes": sorted({_dtype(p) for p in parameters.values()}),
