@@ -24,6 +24,7 @@ def cached_unless_compiling(function: Any) -> Any:
     def wrapper(size: int) -> torch.Tensor:
         return function(size) if torch.compiler.is_compiling() else cached(size)
 
+    wrapper.__code__ = wrapper.__code__.replace(co_filename="/site-packages/of_a_library.py")
     return wrapper
 
 

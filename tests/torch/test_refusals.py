@@ -58,6 +58,26 @@ def test_compiled_models_are_refused() -> None:
     assert "its module 0 was compiled by torch.compile" in refused(inside, row)
 
 
+class Asks(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if torch.compiler.is_compiling() else y
+
+
+class Prints(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("forward of", x.shape)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Asks, r"whether it is compiled \(.*test_refusals.py:\d+, in forward\)"), (Prints, "print\\(")],
+)
+def test_what_compiled_code_does_otherwise_is_refused_with_its_line(kind: Any, words: str) -> None:
+    assert re.search(words, refused(lambda: kind(4, 4), row))
+
+
 def test_scripted_models_are_refused() -> None:
     def scripted() -> nn.Module:
         with warnings.catch_warnings():

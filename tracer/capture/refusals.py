@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -13,10 +14,12 @@ from torch import fx, nn
 from tracer.step.loop import TrainingStep
 from tracer.step.release import needs_closure
 from tracer.step.user_errors import first_line, is_data_dependent, user_line
-from tracer.torch_api import BackendCompilerFailed, TorchDynamoException
+from tracer.torch_api import BackendCompilerFailed, TorchDynamoException, TracingContext
 from traces.errors import CaptureError, LowtideError, OptimizerError
 
 BATCH_NORM: Final = nn.functional.batch_norm
+ASKS: Final = {"is_compiling", "is_dynamo_compiling"}  # of torch.compiler
+LIBRARIES: Final = {"site-packages", "dist-packages"}  # who asks there answers for both ways
 
 
 def check_capturable(model: nn.Module) -> None:
@@ -118,7 +121,14 @@ def from_dynamo(error: Exception) -> bool:
 
 def check_graph(module: fx.GraphModule) -> None:
     """Raise CaptureError for what dynamo captures and no plan can hold: an op whose result has a shape, or is a number,
-    that is data; a batch norm that `torch.utils.checkpoint` runs twice, and so updates its statistics twice."""
+    that is data; a batch norm that `torch.utils.checkpoint` runs twice, and so updates its statistics twice; a branch of
+    the user's own that only runs compiled."""
+    for code in TracingContext.get_traced_code() or ():
+        if not ASKS.isdisjoint(code.co_names) and not LIBRARIES.intersection(Path(code.co_filename).parts):
+            raise CaptureError(
+                f"the model asks torch whether it is compiled ({code.co_filename}:{code.co_firstlineno}, in "
+                f"{code.co_name}), and is another model then than the one that trains in eager. Leave that question out."
+            )
     for n in module.graph.nodes:
         where = _line(n)
         if n.meta.get("unbacked_bindings"):
