@@ -66,7 +66,7 @@ class Asks(nn.Linear):
 
 class Prints(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        print("forward of", x.shape)
+        print("forward of", x.shape)  # noqa: T201
         return super().forward(x)
 
 

@@ -121,13 +121,14 @@ def from_dynamo(error: Exception) -> bool:
 
 def check_graph(module: fx.GraphModule) -> None:
     """Raise CaptureError for what dynamo captures and no plan can hold: an op whose result has a shape, or is a number,
-    that is data; a batch norm that `torch.utils.checkpoint` runs twice, and so updates its statistics twice; a branch of
-    the user's own that only runs compiled."""
+    that is data; a batch norm that `torch.utils.checkpoint` runs twice, and so updates its statistics twice; a question
+    of the user's own whether the code is compiled."""
     for code in TracingContext.get_traced_code() or ():
         if not ASKS.isdisjoint(code.co_names) and not LIBRARIES.intersection(Path(code.co_filename).parts):
             raise CaptureError(
                 f"the model asks torch whether it is compiled ({code.co_filename}:{code.co_firstlineno}, in "
-                f"{code.co_name}), and is another model then than the one that trains in eager. Leave that question out."
+                f"{code.co_name}), and may be another model then than the one that trains in eager. Leave the question "
+                "out."
             )
     for n in module.graph.nodes:
         where = _line(n)
