@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Final
 
 from traces.errors import SpecError
@@ -11,7 +10,6 @@ from traces.errors import SpecError
 MEASURED_CPU: Final = "measured-cpu"
 MEASURED_CUDA: Final = "measured-cuda"
 REHEARSED: Final = "rehearsed (torch's own code, no GPU)"
-PROVENANCES: Final = (MEASURED_CPU, MEASURED_CUDA, REHEARSED)
 ABSENT: Final = " (rehearsed)"  # ends the name of a GPU that is not there
 NAME: Final = "LOWTIDE_NULL_NAME"  # the variable from which the null driver has that name
 # The allocator reads the name of CUDA itself first (`CUDAAllocatorConfig::instance`), and some versions know no other.
@@ -19,12 +17,6 @@ ALLOC_CONF: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 PACKAGES: Final = ("traces", "simulator", "tracer", "executor")  # Lowtide's own
-
-
-def own_files(*endings: str) -> list[Path]:
-    """The files of Lowtide's own packages with these endings, in order: what any answer follows from."""
-    root = Path(__file__).resolve().parents[1]
-    return sorted(p for package in PACKAGES for e in endings for p in (root / package).rglob(f"*{e}"))
 
 
 def rehearsing() -> bool:

@@ -104,10 +104,5 @@ class Clock:
     deadline: float  # of `now`
 
     @property
-    def left_seconds(self) -> float:
-        """Never negative."""
-        return max(0.0, self.deadline - now())
-
-    @property
     def over(self) -> bool:
         return now() >= self.deadline

@@ -47,7 +47,6 @@ LEVELS: Final = {"budget": (BUDGET_COLOUR, (6, 4)), "reserved": ("#5b21b6", (1, 
 PLANNER_COLOUR, QUIET = "#d9614c", "#475467"
 PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
 MOST_POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
-LOG_FROM: Final = 20.0  # largest over smallest value from which a scatter's axes are logarithmic
 
 
 def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Any:
@@ -283,45 +282,6 @@ def front(rows: Sequence[tuple[int, str, float, str]]) -> dict[str, Any]:
         .encode(x, y, colour("series", lines), dash, order="x:Q")
     )
     return dots(points, lines, x, y, under=[drawn_lines])
-
-
-# Predicted beside measured
-
-
-def scatter(
-    points: Sequence[tuple[str, str, float, float, float]],
-    colours: Mapping[str, str],
-    *,
-    title: str,
-    kind: str,
-) -> dict[str, Any]:
-    """Predicted against measured with the diagonal; above it the prediction was too high.
-
-    Args:
-        points: case, series, predicted and measured in bytes, ns or percent, and the error in percent or points.
-        kind: `bytes`, `time` or `percent`; the first two get logarithmic axes where the values span more than LOG_FROM.
-    """
-    alt = needed("altair")
-    values = [v for _, _, *pair, _ in points for v in pair]
-    top, low = max([*values, 1e-9]), min([*values, 0.0] if kind == "percent" else values)
-    unit, unit_name = (
-        (1, "%") if kind == "percent" else (bytes_unit if kind == "bytes" else time_unit)(int(top))
-    )
-    log = kind != "percent" and low > 0 and top / low > LOG_FROM
-    ends = (low / 1.15, top * 1.15) if log else (min(0.0, low * 1.05), top * 1.05)
-    domain = [ends[0] / unit, ends[1] / unit]
-    scale = alt.Scale(**({"type": "log"} if log else {}), domain=domain, nice=False)
-    x = alt.X("x:Q").title(f"{title}, measured, {unit_name}").scale(scale)
-    y = alt.Y("y:Q").title(f"predicted, {unit_name}").scale(scale)
-    more = "points" if kind == "percent" else "%"
-    rows = [
-        (case, series, m := measured / unit, q := predicted / unit,
-         f"predicted {q:,.4f} {unit_name}, measured {m:,.4f} {unit_name}: {error:+,.3f} {more}")
-        for case, series, predicted, measured, error in points
-    ]  # fmt: skip
-    look = {"color": "#94a3b8", "strokeDash": [5, 4], "strokeWidth": 1.2, "clip": True}
-    line = drawn("x:Q y:Q", [(d, d) for d in domain]).mark_line(**look).encode(x, y)
-    return dots(rows, colours, x, y, under=[line], height=340)
 
 
 # Memory over the step

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.report.charts import by_name, scatter
-from simulator.report.page import Chart, Page, Section, Text, write_page
+from simulator.report.charts import by_name
+from simulator.report.page import Block, Chart, Page, Section, Text, write_page
 from simulator.show.tables import NUMBER, table
 from traces.provenance import REHEARSED
 
@@ -28,19 +28,12 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             for way in WAYS
             if figure in r["measured"] and figure in r[way]
         ]
-        points = [(name, way, f["bytes"], n, f["off_percent"]) for name, way, n, f in of]
         errors = [
             (f"{name}, {way}", way, f["off_percent"], f"{f['off_percent']:+,.4f} %")
             for name, way, _, f in of
             if f["off_bytes"]
         ]
-        blocks = [
-            Chart(
-                scatter(points, WAYS, title=f"peak {figure}", kind="bytes"),
-                "Across: measured by others on a GPU. On the dashed line it is met.",
-            ),
-            Text(f"{len(of) - len(errors)} of {len(of)} figures are 0 bytes off."),
-        ]
+        blocks: list[Block] = [Text(f"{len(of) - len(errors)} of {len(of)} figures are 0 bytes off.")]
         if errors:
             bars = by_name(errors, WAYS, "off, % (negative: too low)", limit=0)
             blocks.append(Chart(bars, "Those that are off."))
