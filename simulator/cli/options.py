@@ -113,7 +113,13 @@ class Shown(Protocol):
 
 
 def show(out: Output, found: Shown) -> None:
-    """The answer on stdout, as one JSON object or to read."""
+    """The answer on stdout, as one JSON object or to read; a study's page before it, if one is asked for."""
+    if out.report is not None:
+        from simulator.report.study import write_study
+        from simulator.studies.rows import Study
+
+        assert isinstance(found, Study)
+        write_study(out.report, found)
     out.show(found.to_json, lambda: "\n".join(found.lines()))
 
 

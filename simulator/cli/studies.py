@@ -24,10 +24,6 @@ def compare_command(trace_name: str, words: Words, planners: str | None, out: Ou
 
     names = None if planners is None else listed("--planners", planners)
     found = compare(trace_name, planners=names, name=trace_name, progress=out.say, **words)
-    if out.report is not None:
-        from simulator.report.plans import write_comparison
-
-        write_comparison(out.report, found)
     show(out, found)
     if not found.data["feasible"]:
         why = found.rows[0].message
@@ -50,10 +46,6 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
     from simulator.api import pareto
 
     found = pareto(trace_name, points, name=trace_name, progress=out.say, **words)
-    if out.report is not None:
-        from simulator.report.plans import write_front
-
-        write_front(out.report, found)
     show(out, found)
 
 
@@ -75,8 +67,4 @@ def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
     limit = None if budget is None else parse_budget(budget, whole)
     out.say("comparing levers")
     found = study(problem, trace_name, limit)
-    if out.report is not None:
-        from simulator.report.plans import write_levers
-
-        write_levers(out.report, found)
     show(out, found)

@@ -11,7 +11,6 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +18,9 @@ import numpy as np
 from simulator.allocator.requests import phases_of
 from simulator.core.replay import Replay, by_category
 from simulator.report.page import needed
-from simulator.studies.rows import Row
+from simulator.show.notebook import Points
 from traces.records.trace import CATEGORIES, PHASES, Trace
-from traces.units import bytes_unit, show_bytes, show_time
+from traces.units import GIB, bytes_unit, show_bytes, show_time
 
 COLOURS: Final = {
     "parameter": "#4c78a8",
@@ -88,69 +87,41 @@ def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]
     return {name: value for name, value in colours.items() if name in there}
 
 
-def _rule(
-    field: str, value: float, label: str, channel: Any, hue: str, dash: Sequence[int] = (6, 4)
-) -> list[Any]:
-    """A dashed line at a value with its name: across (`y...` fields) or upright (`x...` fields)."""
-    base = drawn(f"{field}:Q label:N", [(value, label)])
-    across = field.startswith("y")
+def _across(value: float, label: str, y: Any, hue: str, dash: Sequence[int]) -> list[Any]:
+    """A dashed line across at a value, with its name."""
+    base = drawn("y:Q label:N", [(value, label)])
     look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11, "color": hue}
-    if not across:
-        look |= {"align": "left", "baseline": "top", "dx": 5, "dy": 3}
-    end = {"x": needed("altair").value("width")} if across else {"y": needed("altair").value(0)}
-    line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(channel)
-    return [line, base.mark_text(**look).encode(channel, text="label:N", **end)]
+    line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(y)
+    return [line, base.mark_text(**look).encode(y, text="label:N", x=needed("altair").value("width"))]
 
 
 # Bars
 
 
-def by_name(
-    rows: Sequence[tuple[str, str, float, str]],
-    colours: Mapping[str, str],
-    title: str,
-    *,
-    limit: float | None = None,
-) -> dict[str, Any]:
-    """Horizontal bars by name, in the order given: (name, series, value, what the pointer shows) rows.
-
-    The series of one name are stacked in the order of `colours`. `limit`: a value to draw as a line.
-    """
+def peak_by_category(parts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """A horizontal bar for each name, in the order given, stacked by category; its length is the peak."""
     alt = needed("altair")
-    order = list(dict.fromkeys(r[0] for r in rows))
-    shown = _present(colours, (r[1] for r in rows))
-    rank = list(shown).index
+    unit, title = bytes_unit(max([1, *(sum(p.values()) for p in parts.values())]))
+    there = [c for c in CATEGORIES if any(part.get(c) for part in parts.values())]
+    rows = [
+        (way, c, part[c] / unit, f"{show_bytes(part[c])} of {show_bytes(sum(part.values()))}", there.index(c))
+        for way, part in parts.items()
+        for c in there
+        if part.get(c)
+    ]
     axis = {"labelLimit": 320, "ticks": False, "domain": False, "labelFontSize": 12}
     chart = (
-        drawn("name:N series:N value:Q note:N rank:Q", [(*r, rank(r[1])) for r in rows])
+        drawn("name:N series:N value:Q note:N rank:Q", rows)
         .mark_bar(height={"band": 0.8})
         .encode(
-            alt.X("value:Q").title(title).axis(tickCount=10).stack("zero"),
-            alt.Y("name:N").sort(order).title(None).axis(**axis),
-            colour("series", shown),
+            alt.X("value:Q").title(f"at the peak, {title}").axis(tickCount=10).stack("zero"),
+            alt.Y("name:N").sort(list(parts)).title(None).axis(**axis),
+            colour("series", {c: COLOURS[c] for c in there}),
             alt.Order("rank:Q"),
             tooltip=["name:N", "series:N", "note:N"],
         )
     )
-    layers = [chart]
-    if limit is not None:
-        look = {"color": BUDGET_COLOUR, "strokeDash": [6, 4]}
-        layers.append(
-            drawn("limit:Q", [(limit,)]).mark_rule(strokeWidth=1.5, **look).encode(alt.X("limit:Q"))
-        )
-    return finish(alt.layer(*layers), height=max(60, 22 * len(order)))
-
-
-def peak_by_category(parts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-    """One bar for each name, stacked by category; its length is the peak."""
-    unit, name = bytes_unit(max([1, *(sum(p.values()) for p in parts.values())]))
-    rows = [
-        (way, c, part[c] / unit, f"{show_bytes(part[c])} of {show_bytes(sum(part.values()))}")
-        for way, part in parts.items()
-        for c in CATEGORIES
-        if part.get(c)
-    ]
-    return by_name(rows, COLOURS, f"at the peak, {name}")
+    return finish(chart, height=max(60, 22 * len(parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,45 +214,25 @@ def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, An
     return dots(points, ACTION_COLOURS, x, alt.Y("y:Q").title(f"size, {name}"), height=250)
 
 
-def plans_in_the_plane(
-    entrants: Iterable[Row], budget_bytes: int, bound_percent: float | None
-) -> dict[str, Any]:
-    """Every plan as a point: peak across, added time upward; the budget and the bound as lines."""
+def front(curves: Mapping[str, Points]) -> dict[str, Any]:
+    """Lines of added time in percent against budgets in GiB, by name."""
     alt = needed("altair")
-    places = [(e, e.peak_allocated_bytes or 0, e.overhead_percent or 0.0) for e in entrants]
-    unit, name = bytes_unit(max([budget_bytes, *(peak for _, peak, _ in places)]))
-    top = 1.2 * max([0.1, bound_percent or 0.0, *(added for _, _, added in places)])
-    x = alt.X("x:Q").title(f"peak allocated, {name}").scale(zero=False, padding=20)
-    y = alt.Y("y:Q").title("added time, % of the step").scale(domain=[0, top], nice=False)
-    rows = [
-        (e.planner, e.planner, peak / unit, added, f"{show_bytes(peak)}, {added:+.2f} %")
-        for e, peak, added in places
-    ]
-    lines = _rule("x", budget_bytes / unit, "budget", x, BUDGET_COLOUR)
-    if bound_percent is not None:
-        lines += _rule("y", bound_percent, "bound", y, BOUND_COLOUR)
-    hues = dict(zip((e.planner for e, _, _ in places), cycle(COLOURS.values())))
-    return dots(rows, hues, x, y, under=lines, height=340)
-
-
-def front(rows: Sequence[tuple[int, str, float, str]]) -> dict[str, Any]:
-    """Added time against budget: (budget in bytes, `plan` or `certified bound`, percent, note) rows."""
-    alt = needed("altair")
-    lines = {"plan": PLANNER_COLOUR, "certified bound": BOUND_COLOUR}
-    unit, name = bytes_unit(max(r[0] for r in rows))
+    colours = dict(zip(curves, (BOUND_COLOUR, PLANNER_COLOUR), strict=False))
+    unit, name = bytes_unit(int(max(x for curve in curves.values() for x, _ in curve) * GIB))
     points = [
-        (f"budget {show_bytes(b)}", line, b / unit, y, note)
-        for b, line, y, note in sorted(rows, key=lambda r: r[1])  # the plans' points lie over the bound's
+        (f"budget {show_bytes(round(x * GIB))}", line, x * GIB / unit, y, f"{y:+.2f} %")
+        for line, curve in curves.items()
+        for x, y in curve
     ]
     x = alt.X("x:Q").title(f"budget, {name}").scale(zero=False, nice=False, padding=12)
     y = alt.Y("y:Q").title("added time, % of the step").scale(zero=True)
-    dash = alt.StrokeDash("series:N").scale(domain=list(lines), range=[[1, 0], [6, 4]]).title(None)
-    drawn_lines = (
+    dash = alt.StrokeDash("series:N").scale(domain=list(curves), range=[[6, 4], [1, 0]]).title(None)
+    lines = (
         drawn("name:N series:N x:Q y:Q note:N", points)
         .mark_line(strokeWidth=1.6)
-        .encode(x, y, colour("series", lines), dash, order="x:Q")
+        .encode(x, y, colour("series", colours), dash, order="x:Q")
     )
-    return dots(points, lines, x, y, under=[drawn_lines])
+    return dots(points, colours, x, y, under=[lines])
 
 
 # Memory over the step
@@ -327,7 +278,7 @@ def memory_over_step(
     for what, nbytes in levels.items():
         if nbytes is not None:
             text = f"{what} {nbytes / unit:,.2f} {unit_name}"
-            marks += _rule("y", nbytes / unit, text, y, *LEVELS[what])
+            marks += _across(nbytes / unit, text, y, *LEVELS[what])
     if measured_curve:
         at = thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
         curve = drawn("ms:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])

@@ -18,7 +18,6 @@ from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer, Say, ask
 from simulator.prediction.question import Question
 from simulator.prediction.warnings import texts_of
-from simulator.show import notebook
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import UnfinishedError
@@ -130,7 +129,7 @@ def _front(
         ),
         aside=("by the bound",),
         notes=(note,) if late else (),
-        curves=((notebook.SAVED, least), (notebook.PLANNED, added)),
+        curves={"certified bound": least, "plan": added},
         plans=tuple(plans),
     )
 

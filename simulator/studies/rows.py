@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
 
@@ -113,14 +113,16 @@ class Study(Generic[R]):
     short: str = ""  # the same in a few words
     aside: tuple[str, ...] = ()  # titles of columns that a terminal does without
     notes: tuple[str, ...] = ()  # below the rows
-    curves: tuple[tuple[str, notebook.Points], ...] = ()  # added time in percent against GiB
+    # Added time in percent against GiB: what no plan can go below, and the plans.
+    curves: Mapping[str, notebook.Points] = field(default_factory=dict)
     plans: tuple[Plan | None, ...] = ()  # by row
 
     def __repr__(self) -> str:
         return f"<{self.short}>"
 
     def _repr_html_(self) -> str:
-        picture = notebook.picture(self.curves, "GiB", "% added", [], area=False)
+        curves = zip((notebook.SAVED, notebook.PLANNED), self.curves.values(), strict=False)
+        picture = notebook.picture(list(curves), "GiB", "% added", [], area=False)
         return notebook.framed(self.short, self.table, picture)
 
     def lines(self) -> list[str]:

@@ -35,7 +35,6 @@ from simulator.report.page import (
 )
 from simulator.report.step import activations, at_peak, provenance, recomputations
 from simulator.show.tables import Cell, Table
-from simulator.studies.levers import study
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError
@@ -129,23 +128,6 @@ def test_every_chart_can_be_compiled(page: str) -> None:
     assert len(specs) == 3
     for spec in specs:
         vl_convert.vegalite_to_vega(spec)
-
-
-def test_what_levers_reach_is_one_picture_and_one_table(tmp_path: Path, reporting: None) -> None:
-    import vl_convert
-
-    from simulator.report.plans import write_levers
-
-    found = study(Problem(tiny.chain(12, size=2**20, time_ns=1000)), "chain", 5 * 2**20)
-    html = write_levers(tmp_path / "levers.html", found).read_text("utf-8")
-    (spec,) = specifications(html)
-    vl_convert.vegalite_to_vega(spec)
-    bars = json.dumps(spec)
-    # The bar of a lever is in two parts: what no plan can go below, and from there to the peak.
-    assert all(f"{row.lever},no plan below" in bars for row in found.rows)
-    assert (
-        f"everything saved,{(found.rows[0].peak_allocated_bytes - found.rows[0].floor_bytes) / 2**20}" in bars
-    )
 
 
 def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
