@@ -6,7 +6,6 @@ The argument for it stands in `simulator.bounds.bound`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -176,11 +175,6 @@ class Instants:
             gradient_bytes=stays,
             working_bytes=peak - resident - stays,
         )
-
-    @property
-    def known(self) -> Iterable[Instant]:
-        """The instants that were asked for."""
-        return self._instants.values()
 
     def at(self, op: int) -> Instant:
         """The instant at which op `op` first runs, or the turn."""

@@ -65,11 +65,8 @@ def plan_command(
             out.show(found.to_json, str)
         raise found.refusal
     if output is not None:
-        try:
-            found.planned.plan.save(output, new=not force)
-        except FileExistsError:
-            refuse_to_replace(output, force)
-            raise
+        refuse_to_replace(output, force)  # somebody's that came meanwhile
+        found.planned.plan.save(output)
     over = None
     if ranges is not None:
         traces = traces_of(problem.trace, trace_name, ranges, out.say)

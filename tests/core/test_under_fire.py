@@ -20,7 +20,7 @@ from simulator.studies.pareto import _coarse_to_fine
 from tests import tiny
 from traces.commands import echo
 from traces.errors import PlanError, SpecError
-from traces.files.whole import directory_beside, replacing, write_text
+from traces.files.whole import directory_beside, write_text
 from traces.records.plan import Plan
 
 SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
@@ -119,20 +119,6 @@ def test_a_word_that_is_no_text_is_refused_before_the_work() -> None:
     result = CliRunner().invoke(main, ["some\udcfftrace"])
     assert result.exit_code == 2
     assert "is no text in UTF-8" in result.output
-
-
-def test_of_two_writers_of_a_new_file_the_second_replaces_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    with replacing(path, new=True) as mine:
-        mine.write_text("mine")
-        write_text(path, "theirs", new=True)  # another process, in between
-        with pytest.raises(FileExistsError):
-            write_text(path, "third", new=True)
-        with pytest.raises(FileExistsError), replacing(path, new=True):
-            pass
-        path.unlink()
-    assert path.read_text() == "mine"
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_simulate_does_not_replace_a_plan_that_came_while_it_planned(

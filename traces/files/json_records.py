@@ -84,9 +84,9 @@ class JsonRecord:
         """The record that parsed JSON holds; ValueError if a field is missing or of another type."""
         return from_json(cls, data)
 
-    def save(self, path: str | Path, *, new: bool = False) -> Path:
-        """Write the record as JSON, whole or not at all, and `new`: not in place of another file."""
-        return write_text(path, canonical_json(self.to_json()) + "\n", new=new)
+    def save(self, path: str | Path) -> Path:
+        """Write the record as JSON, whole or not at all."""
+        return write_text(path, canonical_json(self.to_json()) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -12,17 +12,13 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path, *, new: bool = False) -> Iterator[Path]:
+def replacing(path: str | Path) -> Iterator[Path]:
     """An empty file beside `path`, which takes its place when the body has ended well and is gone if it has not.
 
     So a crash leaves the old file or the new. Parents are made. Nothing else is ever removed: if the process is killed,
     its unfinished file stays, hidden beside `path`.
 
-    Args:
-        new: only if no file stands there in the end; of several processes at once, the first to end has its file there.
-
     Raises:
-        FileExistsError: `new`, and one stands there.
         OSError: it cannot be written, or stands for a device or a pipe, in whose place no file may come. It names
             `path`.
     """
@@ -41,29 +37,13 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o666 & ~umask())
-        if new:
-            _link(temporary, place)
-            temporary.unlink(missing_ok=True)
-        else:
-            os.replace(temporary, place)
+        os.replace(temporary, place)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # One without a number says all in its text, which a file name would replace.
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, name):
             error.filename = str(path)
         raise
-
-
-def _link(made: Path, place: Path) -> None:
-    """Give a file its second name if that is free; where the file system knows one name only, its only one."""
-    try:
-        os.link(made, place)
-    except FileExistsError:
-        raise
-    except OSError:
-        if place.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place)) from None
-        os.replace(made, place)
 
 
 @contextlib.contextmanager
@@ -99,8 +79,8 @@ def check_writable(path: str | Path) -> None:
         raise OSError(errno.EACCES, f"nothing may be written in {parent}", str(path))
 
 
-def write_text(path: str | Path, text: str, *, new: bool = False) -> Path:
-    """Write `text` to `path`, whole or not at all, and `new`: not in place of another file; returns the path."""
-    with replacing(path, new=new) as temporary:
+def write_text(path: str | Path, text: str) -> Path:
+    """Write `text` to `path`, whole or not at all; returns the path."""
+    with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
