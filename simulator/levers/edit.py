@@ -121,14 +121,15 @@ class InTiles:
 
 
 def users_of(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
-    """Op -> the ops that take its value; storage -> the ops that read it."""
+    """Op -> the ops that take its value; storage -> the ops that read or write it."""
     takers: list[list[int]] = [[] for _ in trace.ops.name]
-    readers: list[list[int]] = [[] for _ in trace.storages.name]
-    for of, column in ((takers, trace.ops.inputs), (readers, trace.ops.reads)):
-        for i, those in enumerate(column):
-            for x in those:
-                of[x].append(i)
-    return takers, readers
+    users: list[list[int]] = [[] for _ in trace.storages.name]
+    for i, (inputs, *of) in enumerate(zip(trace.ops.inputs, trace.ops.reads, trace.ops.writes, strict=True)):
+        for x in inputs:
+            takers[x].append(i)
+        for s in {*of[0], *of[1]}:
+            users[s].append(i)
+    return takers, users
 
 
 class Editing:

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from simulator.core.problem import Problem
-from simulator.levers.activations import activation_of, kind
-from simulator.levers.edit import Argument, Editing, Op, Taken, Value
+from simulator.levers.edit import Argument, Editing, Op, Taken, Value, users_of
 from simulator.levers.lever import Lever
-from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
+from simulator.levers.pack import activation, activation_of, at_rate, needed, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import FP, Rewrite
-from traces.records.trace import ACTIVATION, EAGER, FORWARD, Trace
+from traces.records.trace import ACTIVATION, FORWARD, Trace
 
 LEAST: Final = 1 << 16  # numbers: the ops compile their loops from here on
 DIGITS: Final = {"float32": 24, "float16": 11, "bfloat16": 8}  # binary, of the types' mantissas
@@ -36,13 +35,17 @@ def offer(problem: Problem) -> Iterator[Rewrite]:
     """The saved inputs of activations that can be done without; first the largest."""
     trace, sts = problem.trace, problem.trace.storages
     for s in sorted(trace.saved, key=lambda s: (-sts.nbytes[s], s)):
-        if not problem.pinned[s] and not isinstance(pair_of(trace, s), str):
+        if not problem.pinned[s] and not isinstance(pair_of(trace, s, _users(problem)[s]), str):
             yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
+
+
+def _users(problem: Problem) -> list[list[int]]:
+    return problem.once(users_of, lambda p: users_of(p.trace))[1]
 
 
 def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
     """By how much the step takes longer, at least: a copy may go."""
-    pair = pair_of(problem.trace, rewrite.storage)
+    pair = pair_of(problem.trace, rewrite.storage, _users(problem)[rewrite.storage])
     assert isinstance(pair, Pair)
     return -problem.trace.ops.time_ns[pair.copy] if pair.copy >= 0 else 0
 
@@ -69,7 +72,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
-    pair = pair_of(trace, s) if known else "there is none"
+    pair = pair_of(trace, s, editing.once(users_of)[1][s]) if known else "there is none"
     if isinstance(pair, str):
         raise PlanError(f"the input of an activation in storage {s} cannot be done without: {pair}.")
     forward, backward, value = editing.op[pair.forward], editing.op[pair.backward], editing.value[s]
@@ -119,33 +122,20 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         editing.remove([copy], forward)
 
 
-def pair_of(trace: Trace, s: int) -> Pair | str:
+def pair_of(trace: Trace, s: int, users: Sequence[int]) -> Pair | str:
     """The activation whose input a storage is, or whose input is copied there, and its op of backward; or why the
-    storage is needed."""
+    storage of these users is needed."""
     ops, sts = trace.ops, trace.storages
-    made_by = sts.producer[s]
-    if (
-        made_by < 0
-        or ops.phase[made_by] != FORWARD
-        or ops.flags[made_by] & EAGER
-        or sts.last_backward_use[s] < 0
-    ):
-        return "it is not made in forward and read in backward"
-    if sts.hold[s] >= 0:
-        return "code outside the captured graph holds it"
+    if why := needed(trace, s, users):
+        return why
     size = math.prod(sts.shape[s])
     if sts.dtype[s] not in DIGITS or size < LEAST or size % 8:
         return f"it has {size:,} numbers of {sts.dtype[s]}"
-    if sts.nbytes[s] != size * ITEM_BYTES[sts.dtype[s]]:
-        return "its memory has gaps"
-    readers = [i for i in range(made_by + 1, len(ops)) if s in ops.reads[i]]
-    if any(s in ops.writes[i] for i in readers):
-        return "it is overwritten"
-    if isinstance(found := activation_of(trace, s, copied=True), str):
+    if isinstance(found := activation_of(trace, users, s, copied=True), str):
         return found
     f, b = found
-    copy = made_by if ops.inputs[f] != ops.inputs[b][1:] else -1
-    pair = Pair(forward=f, backward=b, kind=kind(trace, f), copy=copy)
+    copy = sts.producer[s] if ops.inputs[f] != ops.inputs[b][1:] else -1
+    pair = Pair(forward=f, backward=b, kind=activation(trace, f), copy=copy)
     y = ops.writes[pair.forward][0]
     if sts.nbytes[y] != sts.nbytes[s] or sts.dtype[y] != sts.dtype[s] or sts.hold[y] >= 0:
         return "the output is laid out otherwise, or held outside the captured graph"

@@ -23,9 +23,9 @@ from typing import Any, Final
 
 from simulator.core.problem import Problem
 from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
-from simulator.levers.edit import Editing, Layout, Op, Taken, Value
+from simulator.levers.edit import Editing, Layout, Op, Taken, Value, users_of
 from simulator.levers.lever import Ladder, Lever, Wish, ladder
-from simulator.levers.pack import Packing, needed, users_of
+from simulator.levers.pack import Packing, needed
 from traces.devices import device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Rewrite
@@ -96,7 +96,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
-    if why := needed(trace, s, editing.once(users_of)[s]) if known else "there is none":
+    if why := needed(trace, s, editing.once(users_of)[1][s]) if known else "there is none":
         raise PlanError(f"storage {s} ({rewrite.op}) cannot wait in host memory: {why}.")
     if rewrite.bytes_per_s <= 0:
         raise PlanError(f"the plan says not how fast storage {s} ({rewrite.op}) is copied to host memory.")
@@ -194,7 +194,7 @@ class _Step:
             return ops.time_ns[sts.producer[s]] / sts.nbytes[s] if problem.rebuildable[s] else float("inf")
 
         last = self.graph[FORWARD][-1] if self.graph[FORWARD] else -1
-        users = problem.once(users_of, lambda p: users_of(p.trace))
+        users = problem.once(users_of, lambda p: users_of(p.trace))[1]
         found = [
             s
             for s in self.trace.saved

@@ -11,17 +11,16 @@ products have together. Ignores: launches of kernels beyond that.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from simulator.core.formats import FORMATS, HOLDS, narrow
 from simulator.core.problem import Problem
-from simulator.levers import activations
-from simulator.levers.activations import activation_of
-from simulator.levers.edit import Editing, Layout, Op, Taken, Value
+from simulator.levers.edit import Editing, Layout, Op, Taken, Value, users_of
 from simulator.levers.lever import Ladder, Lever, Wish, ladder
 from traces.errors import PlanError
 from traces.records import plan
@@ -32,6 +31,7 @@ LEAST: Final = 1 << 14  # numbers: fewer are not worth an op, and often statisti
 ITEM_BYTES: Final = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 SHARE: Final = 16  # of the bytes that the largest op moves, that part makes an op a large one
 COMPARISONS: Final = tuple(f"aten.{name}." for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+ACTIVATIONS: Final = {f"aten.{x}.default": f"aten.{x}_backward.default" for x in ("gelu", "silu")}
 POOLS: Final = ("aten.max_pool", "aten.adaptive_max_pool", "aten.fractional_max_pool")
 
 
@@ -41,14 +41,14 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
-    if why := _reason(trace, s, rewrite.kind, editing.once(users_of)[s]) if known else "there is none":
+    if why := _reason(trace, s, rewrite.kind, editing.once(users_of)[1][s]) if known else "there is none":
         name = f"storage {s} ({rewrite.op})" if rewrite.op else f"storage {s}"
         raise PlanError(f"{name} cannot be packed as {rewrite.kind}: {why}.")
     made_of = ""
     if FORMATS[rewrite.kind].of_activations:
-        pair = activation_of(trace, s)
+        pair = activation_of(trace, editing.once(users_of)[1][s], s)
         assert not isinstance(pair, str)
-        made_of = f":{activations.kind(trace, pair[0])}"
+        made_of = f":{activation(trace, pair[0])}"
     Packing(editing, editing.value[s], rewrite.kind, made_of).edit()
 
 
@@ -59,46 +59,31 @@ def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
 
 
 def by_price(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
-    """Return those whose byte costs less than the last one that recomputation saves; all, if that is not known."""
+    """Return those whose byte costs less than the last one that recomputation saves, if all of that is a thousandth of
+    the step at least; all, if that is not known."""
     ns, nbytes = wish.price
-    return ladder([cheaper(problem.trace, rewrites, ns, nbytes) if nbytes else tuple(rewrites)])
+    if not nbytes:
+        return ladder([tuple(rewrites)])
+    saves = ((r, ns * costs(problem.trace, r.storage, r.kind)[0] // nbytes) for r in rewrites)
+    gains = [(r, gain) for r, worth in saves if (gain := worth - adds_ns(problem, r)) > 0]
+    enough = 1000 * sum(gain for _, gain in gains) >= problem.trace.time_ns
+    return ladder([tuple(r for r, _ in gains)] if enough else ())
 
 
-def ranked(problem: Problem, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[Rewrite, int, int]]:
-    """Return what can be packed, with the bytes that each saves from forward to backward, and the time that it takes in
-    ns; first what saves most for its time. One storage may be there in several formats, of which a plan takes one.
-    """
+def offer(format: str, problem: Problem) -> list[Rewrite]:
+    """The saved values that can be packed in a format and are worth it; first what saves most for its time."""
     trace, sts = problem.trace, problem.trace.storages
     rate, found = problem.once(pass_rate, lambda f: pass_rate(f.trace)), []
-    users = problem.once(users_of, lambda f: users_of(f.trace))
+    users = problem.once(users_of, lambda f: users_of(f.trace))[1]
     for s in trace.saved:
-        if problem.pinned[s] or math.prod(sts.shape[s]) < LEAST:
+        if problem.pinned[s] or math.prod(sts.shape[s]) < LEAST or sts.dtype[s] not in FORMATS[format].dtypes:
             continue
-        smallest = narrow(_positions(trace, s))
-        for kind in kinds:
-            # Most values of most formats: nothing else is looked at.
-            if sts.dtype[s] not in FORMATS[kind].dtypes:
-                continue
-            saved, moved = costs(trace, s, kind)
-            narrows = saved > 0 and (kind not in HOLDS or kind == smallest)
-            if narrows and not _reason(trace, s, kind, users[s]):
-                rewrite = Rewrite(kind=kind, storage=s, op=trace.ops.name[sts.producer[s]])
-                found.append((rewrite, saved, at_rate(rate, moved)))
-    return sorted(found, key=lambda x: (-x[1] / max(1, x[2]), x[0].storage))
-
-
-def cheaper(trace: Trace, rewrites: Iterable[Rewrite], ns: int, nbytes: int) -> tuple[Rewrite, ...]:
-    """Return those that take less time for a byte that they save than so many ns for so many bytes; none where all of
-    that is less than a thousandth of the step.
-    """
-    rate, found, gain = pass_rate(trace), [], 0
-    for r in rewrites:
-        saved, moved = costs(trace, r.storage, r.kind)
-        more = ns * saved // nbytes - at_rate(rate, moved)
-        if more > 0:
-            found.append(r)
-            gain += more
-    return tuple(found) if gain * 1000 >= trace.time_ns else ()
+        saved, moved = costs(trace, s, format)
+        narrows = saved > 0 and (format not in HOLDS or format == narrow(_positions(trace, s)))
+        if narrows and not _reason(trace, s, format, users[s]):
+            found.append((-saved / max(1, at_rate(rate, moved)), s))
+    op = [trace.ops.name[p] for p in sts.producer]
+    return [Rewrite(kind=format, storage=s, op=op[s]) for _, s in sorted(found)]
 
 
 def costs(trace: Trace, s: int, format: str) -> tuple[int, int]:
@@ -145,7 +130,7 @@ def _reason(trace: Trace, s: int, format: str, users: Iterable[int]) -> str:
         return reason
     if sts.dtype[s] not in FORMATS[format].dtypes:
         return f"it is of {sts.dtype[s]}"
-    if FORMATS[format].of_activations and isinstance(why := activation_of(trace, s), str):
+    if FORMATS[format].of_activations and isinstance(why := activation_of(trace, users, s), str):
         return why
     if format in HOLDS and _positions(trace, s) > HOLDS[format]:
         return f"it may have numbers from {HOLDS[format]:,} up"
@@ -167,15 +152,6 @@ def _compared(trace: Trace, s: int) -> str:
     )
 
 
-def users_of(trace: Trace) -> list[list[int]]:
-    """Storage -> the ops that read or write it."""
-    out: list[list[int]] = [[] for _ in trace.storages.name]
-    for i, (reads, writes) in enumerate(zip(trace.ops.reads, trace.ops.writes, strict=True)):
-        for s in {*reads, *writes}:
-            out[s].append(i)
-    return out
-
-
 def needed(trace: Trace, s: int, users: Iterable[int]) -> str:
     """Why nothing else can take a storage's place in the captured graph, of its users; "": something can."""
     ops, sts, made_by = trace.ops, trace.storages, trace.storages.producer[s]
@@ -195,6 +171,41 @@ def needed(trace: Trace, s: int, users: Iterable[int]) -> str:
         if ops.flags[i] & EAGER:
             return "code outside the captured graph reads it"
     return ""
+
+
+def activation(trace: Trace, op: int) -> str:
+    """The activation of an op of forward, by the name that `executor.inverted` has for it."""
+    name = trace.ops.target[op].split(".")[1]
+    return "gelu_tanh" if name == "gelu" and json.loads(trace.ops.arguments[op])[1] == "tanh" else name
+
+
+def activation_of(
+    trace: Trace, users: Iterable[int], s: int, *, copied: bool = False
+) -> tuple[int, int] | str:
+    """The activation of forward that reads a storage of these users, and its op of backward, which alone reads it
+    there; or why there is none. `copied`: or which overwrites what the storage is a copy of, as torch saves it for one
+    that works in place.
+    """
+    ops, made_by = trace.ops, trace.storages.producer[s]
+    readers = [i for i in users if i > made_by and s in ops.reads[i]]
+    backwards = [i for i in readers if ops.phase[i] != FORWARD]
+    copied = copied and ops.target[made_by] == "aten.clone.default" and backwards == readers
+    of = [i for i in range(made_by, len(ops)) if ops.inputs[i] == ops.inputs[made_by]] if copied else readers
+    forwards = [i for i in of if ops.target[i] in ACTIVATIONS]
+    if (
+        len(forwards) != 1
+        or len(backwards) != 1
+        or ops.target[backwards[0]] != ACTIVATIONS[ops.target[forwards[0]]]
+    ):
+        return "backward reads it for something else than one activation"
+    f, b = forwards[0], backwards[0]
+    if not (ops.arguments[f] and ops.arguments[b]):
+        return "the trace does not say with what arguments its ops run"
+    if ((made_by,) if copied else ops.inputs[f]) != ops.inputs[b][1:] or json.loads(ops.arguments[f])[
+        1:
+    ] != json.loads(ops.arguments[b])[2:]:
+        return "its activation and that of backward are not one"
+    return f, b
 
 
 class Packing:
@@ -312,12 +323,7 @@ def _views_taken(forward: Sequence[Op], backward: Sequence[Op]) -> list[Op]:
     return views[::-1]
 
 
-def _offer(format: str, problem: Problem) -> Iterator[Rewrite]:
-    """The saved values that can be packed and are worth it; first what saves most for its time."""
-    return (rewrite for rewrite, _, _ in ranked(problem, (format,)))
-
-
-_OF: Final = {name: partial(_offer, name) for name in FORMATS}
+_OF: Final = {name: partial(offer, name) for name in FORMATS}
 EXACT: Final = tuple(
     Lever(
         name=n, exactness=plan.EXACT, offer=_OF[n], edit=edit, ladders=by_price, adds_ns=adds_ns, unasked=True

@@ -79,7 +79,7 @@ def test_backward_takes_the_output_and_a_bit_an_element(arguments: tuple[str, st
         (step(arguments=("", "")), "does not say with what arguments"),
         (step(bwd({"g": 8}, "x")), "something else than one activation"),
         (step(fwd({"u": 4 * N}, "x", target="aten.silu.default")), "something else than one activation"),
-        (step(fwd({}, "x", mutates=("x",))), "overwritten"),
+        (step(fwd({}, "x", mutates=("x",))), "overwrites it"),
         (step(fwd({}, "y", mutates=("y",))), "the output is overwritten"),
         (step(size=1 << 12), "has 1,024 numbers"),
         (step(size=4 * N + 4), "has 65,537 numbers"),

@@ -10,7 +10,8 @@ from simulator.core.formats import FORMATS
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, in_order, rewritten
-from simulator.levers.pack import at_rate, cheaper, costs, pass_rate, ranked
+from simulator.levers.lever import Wish
+from simulator.levers.pack import at_rate, by_price, costs, offer, pass_rate
 from simulator.planners import plan_with
 from simulator.prediction.choose import changed_steps
 from simulator.prediction.levers import plan_with_levers
@@ -135,14 +136,15 @@ def test_what_the_model_returns_is_held_while_forward_packs_its_last_value() -> 
 
 def test_what_saves_most_for_its_time_comes_first() -> None:
     t = step()
-    found = ranked(Problem(t))
-    assert {t.storages.name[r.storage] for r, _, _ in found} == {"x", "y", "z"}  # statistics are not offered
-    worth = [saved / ns for _, saved, ns in found]
+    found = offer("int8", Problem(t))
+    assert {t.storages.name[r.storage] for r in found} == {"x", "y", "z"}  # statistics are not offered
+    figures = [costs(t, r.storage, r.kind) for r in found]
+    worth = [saved / at_rate(pass_rate(t), moved) for saved, moved in figures]
     assert worth == sorted(worth, reverse=True)
-    for r, saved, ns in found:
+    for r, (saved, moved) in zip(found, figures, strict=True):
         made = rewritten(t, [r])
         assert saved == 4 * N - made.storages.nbytes[storage(made, f"{r.op}_packed" + "_0" * (r.op == "y"))]
-        assert abs(ns - (made.time_ns - t.time_ns)) <= 2
+        assert abs(at_rate(pass_rate(t), moved) - (made.time_ns - t.time_ns)) <= 2
 
 
 def test_the_rate_of_passes_is_that_of_ops_whose_launch_does_not_decide() -> None:
@@ -249,8 +251,8 @@ def test_indices_are_as_wide_as_the_planes_that_they_point_into(side: int, forma
             },
         ),
     )
-    assert [r.kind for r, _, _ in ranked(Problem(t), ("narrow8", "narrow16", "narrow32"))] == [format]
     order = ["narrow8", "narrow16", "narrow32"]
+    assert [name for name in order if offer(name, Problem(t))] == [format]
     for other in order:
         if order.index(other) >= order.index(format):
             rewritten(t, [Rewrite(kind=other, storage=at)])
@@ -268,14 +270,14 @@ def costly() -> Trace:
 
 def test_masks_are_packed_by_default_where_their_bytes_cost_less_than_others() -> None:
     t = costly()
-    rewrites = [r for r, _, _ in ranked(Problem(t), ("bits",))]
+    rewrites = offer("bits", Problem(t))
     saved, moved = costs(t, storage(t, "x"), "bits")
     ns = at_rate(pass_rate(t), moved)
     assert [r.storage for r in rewrites] == [storage(t, "x")]
-    assert cheaper(t, rewrites, ns, saved) == ()
-    assert cheaper(t, rewrites, ns + t.time_ns // 1000, saved) == ()  # less than a thousandth of the step
-    assert cheaper(t, rewrites, ns + t.time_ns // 1000 + 1, saved) == tuple(rewrites)
     problem = Problem(t)
+    for more, rungs in ((0, ()), (t.time_ns // 1000, ()), (t.time_ns // 1000 + 1, (tuple(rewrites),))):
+        found = by_price(problem, rewrites, Wish(levers=Levers(), price=(ns + more, saved)))
+        assert [x.rungs for x in found] == ([rungs] if rungs else [])  # a thousandth of the step at least
     budget = problem.saved.timeline.peak_allocated_bytes - saved // 2
     best = changed_steps(problem, budget, Levers())[0]
     assert best.rewrites == tuple(rewrites)

@@ -16,7 +16,7 @@ from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.levers import exactness_of, ops_take_ns, rewritten_problem  # noqa: E402
 from simulator.levers.invert import offer  # noqa: E402
-from simulator.levers.pack import ranked  # noqa: E402
+from simulator.levers.pack import offer as packable  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
@@ -108,7 +108,7 @@ def test_with_other_rewrites_and_recomputation(
     trace: Trace, rewrites: tuple[Rewrite, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "COMPILED_FROM", 1 << 40)  # compiled they run above, and in test_inverted.py
-    packed = tuple(r for r, _, _ in ranked(Problem(trace), ("int8",)))
+    packed = tuple(packable("int8", Problem(trace)))
     # What is inverted is not packed.
     for both in ((*packed[::2], *rewrites), (*rewrites, *packed)):
         plan = Plan(meta=trace.meta, rewrites=both, exactness=exactness_of(both))

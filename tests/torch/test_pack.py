@@ -23,7 +23,7 @@ from simulator import api  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.levers import rewritten_problem  # noqa: E402
-from simulator.levers.pack import ranked  # noqa: E402
+from simulator.levers.pack import offer  # noqa: E402
 from tests.torch import small_nets, steps  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
@@ -70,7 +70,7 @@ def trace() -> Trace:
 
 
 def packed(trace: Trace, *kinds: str) -> tuple[Rewrite, ...]:
-    return tuple(rewrite for rewrite, _, _ in ranked(Problem(trace), kinds))
+    return tuple(r for kind in kinds for r in offer(kind, Problem(trace)))
 
 
 def test_masks_and_indices_are_found(trace: Trace) -> None:
