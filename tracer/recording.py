@@ -246,7 +246,7 @@ def _own_file(use: ProfileUse, identity: Identity, say: Say) -> Path | None:
         _not_kept(path, error, use, say)
         return None
     if path.exists():
-        different = store.differences(store.load(path).identity, identity)
+        different = store.differences(DeviceProfile.load(path).identity, identity)
         if different:
             raise TraceError(
                 f"{path}: what is measured now cannot be added to this profile, since they differ: {different}. Name "

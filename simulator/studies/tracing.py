@@ -122,7 +122,7 @@ def _profiles(words: Sequence[str]) -> str:
     if "--no-profile" in words or _value(words, "--device") is not None:
         return ""
     named = _value(words, "--profile")
-    paths = sorted(cache_directory().glob("*.parquet")) if named is None else [Path(named)]
+    paths = sorted(cache_directory().glob("*.profile.json")) if named is None else [Path(named)]
     parts = [file_digest(path) for path in paths]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if parts else ""
 

@@ -61,10 +61,11 @@ def test_figures_of_a_gpu_that_is_not_there_are_memory_alone(more: dict[str, Any
         measurement(**more)
 
 
-def test_a_device_profile_takes_nothing_of_it() -> None:
+def test_a_device_profile_takes_nothing_of_it(tmp_path: Path) -> None:
     identity = Identity(device=f"H200{ABSENT}", kind="cuda", target="H200", torch_version="2.15.0", flags={})
+    path = DeviceProfile(identity=identity).save(tmp_path / "p.json")
     with pytest.raises(TraceError, match="not there"):
-        DeviceProfile(identity=identity).validate()
+        DeviceProfile.load(path)
 
 
 def test_pages_and_sweeps_take_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ def test_another_torch_makes_a_new_trace(
         (("--target", "h200"), True),
         (("--device", "cpu"), False),  # which is measured
         (("--no-profile",), False),
-        (("--profile", "mine.parquet"), False),
+        (("--profile", "mine.json"), False),
     ],
 )
 def test_another_device_profile_makes_a_new_trace(
@@ -307,10 +307,10 @@ def test_another_device_profile_makes_a_new_trace(
 
     def measured(path: Path, time_ns: int) -> None:
         found = profile.DeviceProfile(identity=identity, entries={"s": replace(entry, time_ns=time_ns)})
-        profile.save(found, path)
+        found.save(path)
 
     own = profile.cache_directory() / identity.file_name
-    measured(tmp_path / "mine.parquet", 3)
+    measured(tmp_path / "mine.json", 3)
     assert runs() == 1
     measured(own, 3)
     assert runs() == again
@@ -318,7 +318,7 @@ def test_another_device_profile_makes_a_new_trace(
     assert runs() == 0
     measured(own, 4)
     assert runs() == again
-    measured(tmp_path / "mine.parquet", 4)
+    measured(tmp_path / "mine.json", 4)
     assert runs() == ("--profile" in options)
 
 

@@ -43,7 +43,7 @@ def net(batch_size: int) -> BuildStep:
 def test_a_real_trace_fills_the_profile_and_a_fake_one_uses_it(cache: Path) -> None:
     said: list[str] = []
     real = record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1, warmup=1)
-    (path,) = cache.glob("*.parquet")
+    (path,) = cache.glob("*.json")
     assert str(path) in said[-1]
     fake = record_fake(net(2), CPU, ProfileUse(), said.append)
     assert fake.ops.events == real.ops.events
@@ -60,14 +60,14 @@ def test_no_profile_is_filled_where_none_is_wanted(cache: Path) -> None:
 
 
 def test_measurements_are_added_to_those_that_are_there(tmp_path: Path, cache: Path) -> None:
-    path = tmp_path / "mine.parquet"
+    path = tmp_path / "mine.profile.json"
     measured(net(2), path)
-    before = store.load(path)
+    before = DeviceProfile.load(path)
     assert all(
         isinstance(e, Entry) and e.samples and e.provenance == "measured-cpu" for e in before.entries.values()
     )
     measured(net(4), path)
-    after = store.load(path)
+    after = DeviceProfile.load(path)
     assert set(before.entries) < set(after.entries)
     assert set(record_fake(net(2), CPU, ProfileUse(path=path)).meta.workspace) == {"measured"}
     assert not cache.exists()
@@ -78,12 +78,12 @@ def measured(build: BuildStep, path: Path) -> None:
 
 
 def _changed(path: Path, **change: object) -> Path:
-    profile = store.load(path)
-    return store.save(replace(profile, identity=replace(profile.identity, **change)), path)  # type: ignore[arg-type]
+    profile = DeviceProfile.load(path)
+    return replace(profile, identity=replace(profile.identity, **change)).save(path)  # type: ignore[arg-type]
 
 
 def test_a_profile_of_another_device_is_refused_and_of_other_flags_warned_about(tmp_path: Path) -> None:
-    path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
+    path = DeviceProfile(identity=identity_here("cpu")).save(tmp_path / "p.profile.json")
     _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
     said: list[str] = []
     record_fake(net(2), CPU, ProfileUse(path=path), said.append)
@@ -93,14 +93,14 @@ def test_a_profile_of_another_device_is_refused_and_of_other_flags_warned_about(
         record_fake(net(2), CPU, ProfileUse(path=path))
     with pytest.raises(TraceError, match="another processor"):
         record_real(net(2), CPU, "cpu", ProfileUse(path=path))
-    with pytest.raises(TraceError, match="missing"):
-        record_fake(net(2), CPU, ProfileUse(path=tmp_path / "none.parquet"))
+    with pytest.raises(TraceError, match="no such profile"):
+        record_fake(net(2), CPU, ProfileUse(path=tmp_path / "none.profile.json"))
 
 
 def test_profiles_that_do_not_fit_are_passed_over(cache: Path) -> None:
     want = identity_wanted(CPU)
     assert find(want) is None
-    path = store.save(DeviceProfile(identity=want), cache / want.file_name)
+    path = DeviceProfile(identity=want).save(cache / want.file_name)
     found = find(want)
     assert found is not None
     assert found.path == path
@@ -116,9 +116,9 @@ def test_profiles_that_do_not_fit_are_passed_over(cache: Path) -> None:
 def test_a_damaged_file_does_not_hide_a_good_one(cache: Path) -> None:
     want = identity_wanted(device("h200"))
     cache.mkdir(parents=True)
-    (cache / "a-damaged.parquet").write_text("damaged")
+    (cache / "a-damaged.profile.json").write_text("damaged")
     have = replace(want, device="NVIDIA H200")
-    good = store.save(DeviceProfile(identity=have), cache / "b-good.parquet")
+    good = DeviceProfile(identity=have).save(cache / "b-good.profile.json")
     found = find(want)
     assert found is not None
     assert found.path == good
@@ -133,21 +133,21 @@ def test_a_damaged_profile_is_refused_before_anything_is_measured(
     cache.mkdir(parents=True)
     (cache / identity_here("cpu").file_name).write_text("damaged")
     monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="not a JSON file"):
         record_real(net(2), CPU, "cpu", ProfileUse())
 
 
 def test_a_profile_that_cannot_take_more_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
+    path = DeviceProfile(identity=identity_here("cpu")).save(tmp_path / "p.profile.json")
     _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
     monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
-    with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
+    with pytest.raises(TraceError, match=r"p\.profile.json: .*threads 96 and "):
         record_real(net(2), CPU, "cpu", ProfileUse(path=path))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="not a directory"):
-        record_real(net(2), CPU, "cpu", ProfileUse(path=tmp_path / "file" / "p.parquet"))
+        record_real(net(2), CPU, "cpu", ProfileUse(path=tmp_path / "file" / "p.profile.json"))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_costs_no_trace(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(store, "save", full)
+        monkeypatch.setattr(store.DeviceProfile, "save", full)
     said: list[str] = []
     assert record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1).meta.mode == "real"
     assert sum("warning: the device profile" in line for line in said) == 1
@@ -190,7 +190,7 @@ def test_tf32_is_set_before_a_gpu_s_profile_is_chosen(monkeypatch: pytest.Monkey
 def test_a_gpu_s_profile_serves_a_laptop(cache: Path) -> None:
     want = identity_wanted(device("h200"))
     have = replace(want, device="NVIDIA H200")
-    store.save(DeviceProfile(identity=have), cache / have.file_name)
+    DeviceProfile(identity=have).save(cache / have.file_name)
     assert find(want) is not None
     assert find(identity_wanted(device("l40s"))) is None
     assert "it is of NVIDIA H200" in mismatch(have, identity_wanted(device("l40s")))

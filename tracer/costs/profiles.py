@@ -113,7 +113,7 @@ def find(want: Identity, given: Path | None = None) -> Found | None:
     warning there.)
     """
     if given is not None:
-        profile = store.load(given)
+        profile = DeviceProfile.load(given)
         have = profile.identity
         reason = mismatch(have, want)
         if reason.startswith("it is of"):
@@ -122,8 +122,8 @@ def find(want: Identity, given: Path | None = None) -> Found | None:
     damaged: Found | None = None
     for path in store.candidates(want):
         try:
-            if path.is_file() and not mismatch(store.load_identity(path), want):
-                found = Found(profile=store.load(path), path=path)
+            if path.is_file() and not mismatch((profile := DeviceProfile.load(path)).identity, want):
+                found = Found(profile=profile, path=path)
                 return found if damaged is None else replace(found, warning=damaged.warning)
         except TraceError as error:
             warning = f"{error} It is left out here."

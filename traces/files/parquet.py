@@ -6,11 +6,10 @@ pyarrow imports pandas by itself in most of its convenience functions; the reade
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +18,6 @@ from traces.errors import TraceError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 META_KEY: Final = b"lowtide"
 TEXT, INT, ID, IDS, INTS = "text", "int64", "int32", "list<int32>", "list<int64>"
@@ -81,9 +79,10 @@ def _array(values: Sequence[Any], kind: str) -> pa.Array:
     return pa.Array.from_buffers(arrow_type(kind), len(values), [None, offsets], children=[inside])
 
 
-@contextlib.contextmanager
-def _opened(path: Path, form: Format) -> Iterator[tuple[pq.ParquetFile, dict[str, Any]]]:
-    """The file and its header; what cannot be read of it, here or in the body, becomes a TraceError."""
+def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The header, and the columns. Raises TraceError if the file is missing, no Parquet, or another record or version,
+    or a column is missing, is there twice, has another type, or has empty cells.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -91,35 +90,21 @@ def _opened(path: Path, form: Format) -> Iterator[tuple[pq.ParquetFile, dict[str
         raise TraceError(f"{path}: {'a directory' if path.is_dir() else 'missing'}; {form.again}")
     try:
         with pq.ParquetFile(path) as file:
-            yield file, _header(path, form, file.schema_arrow)
+            header, schema = _header(path, form, file.schema_arrow), file.schema_arrow
+            for column, kind in form.columns.items():
+                if (times := schema.names.count(column)) != 1 and (times or column not in form.later):
+                    raise TraceError(
+                        f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {form.again}"
+                    )
+                if times and schema.field(column).type != arrow_type(kind):
+                    raise TraceError(
+                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
+                    )
+            there = [c for c in form.columns if c in schema.names]
+            table = file.read(columns=there)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise TraceError(f"{path}: cannot be read as Parquet ({line}); {form.again}") from None
-
-
-def read_header(path: Path, form: Format) -> dict[str, Any]:
-    """The header alone. Raises TraceError if the file is missing, no Parquet, or another record or version."""
-    with _opened(path, form) as (_, header):
-        return header
-
-
-def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """The header, and the columns. Raises TraceError: as `read_header`; or a column is missing, is there twice, has
-    another type, or has empty cells.
-    """
-    with _opened(path, form) as (file, header):
-        schema = file.schema_arrow
-        for column, kind in form.columns.items():
-            if (times := schema.names.count(column)) != 1 and (times or column not in form.later):
-                raise TraceError(
-                    f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {form.again}"
-                )
-            if times and schema.field(column).type != arrow_type(kind):
-                raise TraceError(
-                    f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
-                )
-        there = [c for c in form.columns if c in schema.names]
-        table = file.read(columns=there)
     values = {c: _column(table.column(c), form.columns[c]) for c in there}
     values |= {c: ("",) * table.num_rows for c in form.columns if c not in values}
     for column, items in values.items():

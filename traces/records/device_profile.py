@@ -10,28 +10,13 @@ import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from traces.errors import TraceError
-from traces.files import parquet as tables
-from traces.files.json_records import Record, from_json, to_json
-from traces.files.parquet import INT, INTS, TEXT
-from traces.files.whole import replacing
+from traces.files.json_records import Form, JsonRecord, from_json
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA
-
-PROFILE_VERSION: Final = 1
-FORM: Final = tables.Format(
-    record="profile",
-    noun="a device profile",
-    version_key="profile_version",
-    version=PROFILE_VERSION,
-    columns={"key": TEXT, "events": INTS, "time_ns": INT, "samples": INT, "provenance": TEXT},
-    again="fill another with `trace --device`, or give --no-profile.",
-)
-
-
-COLUMNS: Final = tuple(FORM.columns)[1:]  # those of an entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +34,7 @@ class Identity:
         """The name of its file in a cache directory."""
         flags = hashlib.sha256(repr(sorted(self.flags.items())).encode()).hexdigest()[:8]
         device = "-".join("".join(c if c.isalnum() else " " for c in self.device.lower()).split())
-        return f"{device}-torch{self.torch_version}-{flags}.parquet"
+        return f"{device}-torch{self.torch_version}-{flags}.profile.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +57,36 @@ class LibraryWorkspace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceProfile:
+class DeviceProfile(JsonRecord):
     """All that was measured on one device."""
 
+    form: ClassVar = Form(
+        name="profile",
+        version=2,
+        advice="fill another with `trace --device`, or give --no-profile",
+        error=TraceError,
+    )
     identity: Identity
     entries: dict[str, Entry] = field(default_factory=dict)  # by the signature's key
     workspaces: tuple[LibraryWorkspace, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> DeviceProfile:
+        """The profile that parsed JSON holds; ValueError if it is none, or says what cannot be: measurements of a GPU
+        that is not there; an entry with negative memory or time, without a sample, of no such provenance."""
+        made = from_json(cls, data)
+        if made.identity.device.endswith(ABSENT):
+            raise ValueError(f"{made.identity.device} is not there: nothing on it is a measurement")
+        for key, entry in made.entries.items():
+            if min(accumulate(entry.events), default=0) < 0:
+                raise ValueError(f"op {key[:80]!r} frees more than it has allocated")
+            if entry.time_ns < 0 or entry.samples < 1:
+                raise ValueError(f"op {key[:80]!r} has {entry.samples} samples of {entry.time_ns} ns")
+            if entry.provenance not in (MEASURED_CPU, MEASURED_CUDA):
+                raise ValueError(f"op {key[:80]!r} has the unknown provenance {entry.provenance!r}")
+        if any(workspace.nbytes <= 0 for workspace in made.workspaces):
+            raise ValueError("a library workspace has no bytes")
+        return made
 
     def merged(self, newer: DeviceProfile) -> DeviceProfile:
         """Both together; where both know an op, the newer one counts, with the lower of both times: what else ran on
@@ -96,25 +105,6 @@ class DeviceProfile:
             entries=entries | {k: replace(entries[k], time_ns=t) for k, t in times.items()},
             workspaces=newer.workspaces or self.workspaces,
         )
-
-    def validate(self) -> None:
-        """Raise TraceError if it says what cannot be: measurements of a GPU that is not there; an entry with negative
-        memory or time, without a sample, of no such provenance."""
-        if self.identity.device.endswith(ABSENT):
-            raise TraceError(f"{self.identity.device} is not there: nothing on it is a measurement.")
-        for key, entry in self.entries.items():
-            live = 0
-            for event in entry.events:
-                live += event
-                if live < 0:
-                    raise TraceError(f"op {key[:80]!r} frees more than it has allocated.")
-            if entry.time_ns < 0 or entry.samples < 1:
-                raise TraceError(f"op {key[:80]!r} has {entry.samples} samples of {entry.time_ns} ns.")
-            if entry.provenance not in (MEASURED_CPU, MEASURED_CUDA):
-                raise TraceError(f"op {key[:80]!r} has the unknown provenance {entry.provenance!r}.")
-        for workspace in self.workspaces:
-            if workspace.nbytes <= 0:
-                raise TraceError(f"a library workspace has {workspace.nbytes} bytes.")
 
 
 def differences(ours: Identity, theirs: Identity) -> str:
@@ -135,77 +125,18 @@ def differences(ours: Identity, theirs: Identity) -> str:
     return ", ".join(out)
 
 
-def save(profile: DeviceProfile, path: str | Path) -> Path:
-    """Write a profile, whole or not at all; entries stand in order of their keys."""
-    path = Path(path)
-    keys = sorted(profile.entries)
-    values: dict[str, Any] = {"key": keys}
-    for column in COLUMNS:
-        values[column] = [getattr(profile.entries[k], column) for k in keys]
-    header = {
-        "profile_version": PROFILE_VERSION,
-        **to_json(profile.identity),
-        "workspaces": to_json(profile.workspaces),
-    }
-    with replacing(path) as temporary:
-        tables.write(temporary, FORM, header, values)
-    return path
-
-
-def load(path: str | Path) -> DeviceProfile:
-    """Read and check a profile. Raises TraceError if the file is missing, truncated, another record, or contradicts
-    itself.
-    """
-    path = Path(path)
-    header, columns = tables.read(path, FORM)
-    rows = zip(*(columns[c] for c in COLUMNS), strict=True)
-    entries = [Entry(**dict(zip(COLUMNS, row, strict=True))) for row in rows]
-    profile = DeviceProfile(
-        identity=_identity(path, header),
-        entries=dict(zip(columns["key"], entries, strict=True)),
-        workspaces=_of_header(
-            path, tuple[LibraryWorkspace, ...], header.get("workspaces", []), "has malformed workspaces"
-        ),
-    )
-    try:
-        profile.validate()
-    except TraceError as error:
-        raise TraceError(f"{path}: {error} {FORM.again.capitalize()}") from None
-    return profile
-
-
-def load_identity(path: str | Path) -> Identity:
-    """Whose measurements a file holds, read from its header alone. Raises TraceError: as `load`, as far as the header
-    goes.
-    """
-    path = Path(path)
-    return _identity(path, tables.read_header(path, FORM))
-
-
-def _identity(path: Path, header: dict[str, Any]) -> Identity:
-    return _of_header(path, Identity, header, "does not say whose measurements these are")
-
-
-def _of_header(path: Path, kind: type[Record], data: Any, problem: str) -> Record:
-    try:
-        return from_json(kind, data)
-    except ValueError as error:
-        raise TraceError(f"{path}: its header {problem} ({error}); {FORM.again}") from None
-
-
-def add_to(path: str | Path, new: DeviceProfile) -> DeviceProfile:
+def add_to(path: Path, new: DeviceProfile) -> DeviceProfile:
     """Merge a profile into the file at `path`, which is made if it does not exist; returns the whole.
 
     Of two processes that do so at the same time, the file holds what the later one knew. Raises TraceError if the file
     is no profile, or one of another device.
     """
-    path = Path(path)
     if path.exists():
         try:
-            new = load(path).merged(new)
+            new = DeviceProfile.load(path).merged(new)
         except TraceError as error:
             raise TraceError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
-    save(new, path)
+    new.save(path)
     return new
 
 
@@ -218,4 +149,4 @@ def cache_directory() -> Path:
 def candidates(identity: Identity) -> Iterable[Path]:
     """Files that may hold a profile that fits, the likeliest first."""
     yield cache_directory() / identity.file_name
-    yield from sorted(cache_directory().glob("*.parquet"))
+    yield from sorted(cache_directory().glob("*.profile.json"))
