@@ -177,6 +177,30 @@ class Evaluator:
                 evictions[k] = (*evictions.get(k, ()), a.storage)
         return State(saved=saved, retained=retained, evictions=evictions)
 
+    def actions(self, state: State) -> list[Action]:
+        """The actions that a state means, as `state` takes them."""
+        problem, candidates = self.problem, self.problem.candidate_set
+        evicted_after: dict[int, list[int]] = {}
+        for k, evicted in sorted(state.evictions.items()):
+            for s in evicted:
+                evicted_after.setdefault(s, []).append(self.op_id[k])
+        out = []
+        for s in self.made_forward:
+            after, retain = tuple(evicted_after.get(s, ())), bool(state.retained[s])
+            if s in candidates and not state.saved[s]:
+                out.append(Action(storage=s, retain=retain, evict_after=after))
+            elif s in candidates and after:
+                out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
+            elif s in problem.reloaded and after:
+                out.append(Action(storage=s, retain=retain, evict_after=after))
+            elif problem.saved_by_default[s] or problem.pinned[s]:
+                continue
+            elif state.saved[s]:
+                out.append(Action(storage=s, recipe=SAVE, retain=retain or not after, evict_after=after))
+            elif state.retained[s] and problem.rebuildable[s]:
+                out.append(Action(storage=s, evict_after=after))  # a link that stays once it is rebuilt
+        return out
+
     def cost(self, state: State) -> tuple[int, int]:
         """(peak bytes, time) of a plan. Raises PlanError if a chain needs an op that may not run again."""
         peak_bytes, added_ns, _, _ = self.walk(state)

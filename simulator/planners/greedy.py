@@ -21,8 +21,7 @@ from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import Evaluator, State, evaluator_of, without
 from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
-from simulator.planners.segmented import Segmentation, segmentations
-from traces.records.plan import SAVE, Action
+from simulator.planners.segments import Segmentation, segmentations
 
 # Far from the budget, several values are evicted between two simulations: as many as cover this share of the excess.
 AT_ONCE = 4
@@ -250,28 +249,6 @@ class Search:
         """For each position in forward, how many bytes fit from after it to the end of forward, after the last walk."""
         left = np.append(self.budget_bytes - self.evaluator.peaks(self.evaluator.forward), self.budget_bytes)
         return cast(list[int], np.minimum.accumulate(left[::-1])[::-1][1:].tolist())
-
-    def actions(self, state: State) -> list[Action]:
-        evicted_after: dict[int, list[int]] = {}
-        for k, evicted in sorted(state.evictions.items()):
-            for s in evicted:
-                evicted_after.setdefault(s, []).append(self.evaluator.op_id[k])
-        out = []
-        for s in self.evaluator.made_forward:
-            after, retain = tuple(evicted_after.get(s, ())), bool(state.retained[s])
-            if self.is_candidate[s] and not state.saved[s]:
-                out.append(Action(storage=s, retain=retain, evict_after=after))
-            elif self.is_candidate[s] and after:
-                out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
-            elif s in self.problem.reloaded and after:
-                out.append(Action(storage=s, retain=retain, evict_after=after))
-            elif self.problem.saved_by_default[s] or self.problem.pinned[s]:
-                continue
-            elif state.saved[s]:
-                out.append(Action(storage=s, recipe=SAVE, retain=retain or not after, evict_after=after))
-            elif state.retained[s] and self.problem.rebuildable[s]:
-                out.append(Action(storage=s, evict_after=after))  # a link that stays once it is rebuilt
-        return out
 
 
 def segmented(search: Search) -> State:

@@ -39,7 +39,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     best = cheapest(search)
     if best is None:
         raise refuse(problem, "mu-two", budget_bytes, search.lowest_peak_bytes)
-    return finish(problem, "mu-two", budget_bytes, search.actions(best.state))
+    return finish(problem, "mu-two", budget_bytes, search.evaluator.actions(best.state))
 
 
 def cheapest(search: Search) -> Found | None:

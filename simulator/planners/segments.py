@@ -1,8 +1,8 @@
-"""The classic schemes of checkpointing: everything saved, nothing, or forward cut into segments.
+"""Cut forward into segments, what crosses their borders saved and the rest recomputed: the classic schemes of
+checkpointing, and a row of ever finer cuts.
 
-A scheme of segments saves what crosses their borders and recomputes the rest. A value crosses if an op of forward
-outside its own segment reads it. Rebuilt values are retained for later uses. Ops that may not run twice (dropout, say)
-are never part of a chain: their outputs are saved.
+A value crosses if an op of forward outside its own segment reads it. Rebuilt values are retained for later uses. Ops
+that may not run twice (dropout, say) are never part of a chain: their outputs are saved.
 
 Differences from what `torch.utils.checkpoint` does with the same segments: random values are saved rather than
 replayed, and a segment's ops run again one by one as backward needs them rather than all at once.
@@ -11,15 +11,18 @@ replayed, and a segment's ops run again one by one as backward needs them rather
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isqrt
-from typing import Final
+from typing import Final, NamedTuple
 
-from simulator.core.evaluator import Evaluator
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.core.evaluator import Evaluator, State, evaluator_of
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
-from traces.records.plan import SAVE, Action, Plan
+from traces.records.plan import Action, Plan
 
 OUTSIDE: Final = -1  # the segment of ops that no segment holds: what they make is saved
 
@@ -38,32 +41,43 @@ def plan_recompute_all(problem: Problem, budget_bytes: int, limits: Limits = DEF
     return finish(problem, "recompute-all", budget_bytes, actions)
 
 
-def actions_for(problem: Problem, segment: Sequence[int]) -> tuple[Action, ...]:
-    """The actions that `segment` (one number per forward op) means.
+class Cutting:
+    """One trace as segments see it: what they decide, and where it is read."""
 
-    Backward's readers do not count as crossing. A value that crosses and that backward does not need is saved for the
-    recomputation's sake; `finish` leaves those out that no recomputation reads.
-    """
-    trace = problem.trace
-    ops, sts = trace.ops, trace.storages
-    crosses = [False] * len(sts)
-    for i in range(problem.forward_end):
-        for s in ops.reads[i]:
-            p = sts.producer[s]
-            if p >= 0 and segment[p] != segment[i]:
-                crosses[s] = True
-    out = [
-        Action(storage=s)
-        for s in problem.candidates
-        if segment[sts.producer[s]] != OUTSIDE and not crosses[s]
-    ]
-    out += [
-        Action(storage=s, recipe=SAVE)
-        for i in range(problem.forward_end)
-        for s in problem.creates[i]
-        if not problem.saved_by_default[s] and not problem.pinned[s] and (crosses[s] or segment[i] == OUTSIDE)
-    ]
-    return tuple(out)
+    def __init__(self, ev: Evaluator) -> None:
+        problem, sts = ev.problem, ev.trace.storages
+        self.ev, self.producer = ev, np.array(sts.producer, np.int64)
+        self.is_candidate = np.zeros(len(sts), np.bool_)
+        self.is_candidate[list(problem.candidates)] = True
+        # What is saved where it crosses a border, and else not: candidates, and what only forward reads.
+        free = ~(np.array(problem.pinned, np.bool_) | np.array(problem.saved_by_default, np.bool_))
+        made = np.array(ev.made_forward, np.int64)
+        self.decided = made[(self.is_candidate | free)[made]]
+        pairs = [
+            (s, i) for i in range(problem.forward_end) for s in ev.trace.ops.reads[i] if sts.producer[s] >= 0
+        ]
+        self.read, self.reader = np.array(pairs, np.int64).reshape(-1, 2).T
+
+    def state(self, segment: NDArray[np.int64]) -> State:
+        """The state in which what crosses is saved, and what ops make that no segment holds. Backward's readers do not
+        count as crossing.
+
+        Args:
+            segment: [op of forward], or OUTSIDE.
+        """
+        state, decided = self.ev.state(), self.decided
+        saved = np.zeros(len(self.producer), np.bool_)
+        saved[decided] = segment[self.producer[decided]] == OUTSIDE
+        saved[self.read[segment[self.producer[self.read]] != segment[self.reader]]] = True
+        state.saved[decided] = saved[decided]
+        state.retained[decided[saved[decided] != self.is_candidate[decided]]] = 1
+        return state
+
+
+def _finished(problem: Problem, planner: str, budget_bytes: int, segment: Sequence[int]) -> Plan:
+    ev = evaluator_of(problem)
+    state = Cutting(ev).state(np.array(segment, np.int64))
+    return finish(problem, planner, budget_bytes, ev.actions(state))
 
 
 def plan_sqrt_n(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -77,7 +91,7 @@ def plan_sqrt_n(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) 
     """
     creating = [bool(problem.creates[i]) for i in range(problem.forward_end)]
     segment = equal_segments(creating, max(1, isqrt(sum(creating))))
-    return finish(problem, "sqrt-n", budget_bytes, actions_for(problem, segment))
+    return _finished(problem, "sqrt-n", budget_bytes, segment)
 
 
 def equal_segments(creating: Sequence[bool], count: int) -> list[int]:
@@ -100,7 +114,7 @@ def plan_per_block(problem: Problem, budget_bytes: int, limits: Limits = DEFAULT
     """
     trace = problem.trace
     segment = block_segments(trace.ops.module[: problem.forward_end])
-    return finish(problem, "per-block", budget_bytes, actions_for(problem, segment))
+    return _finished(problem, "per-block", budget_bytes, segment)
 
 
 def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -117,21 +131,22 @@ def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limi
     """
     trace = problem.trace
     name = "checkpoint-sequential"
-    evaluator = Evaluator(problem)
+    ev = evaluator_of(problem)
+    cutting = Cutting(ev)
     block = sequence_of(trace.ops.module[: problem.forward_end])
     count = max(block, default=OUTSIDE) + 1
-    best: tuple[int, tuple[Action, ...]] | None = None
+    best: tuple[int, State] | None = None
     lowest = 1 << 62
     for segments in range(1, max(count, 1) + 1):
         segment = [OUTSIDE if b == OUTSIDE else torch_segment(b, count, segments) for b in block]
-        actions = actions_for(problem, segment)
-        peak, time_ns = evaluator.cost(evaluator.state(actions))
+        state = cutting.state(np.array(segment, np.int64))
+        peak, time_ns = ev.cost(state)
         lowest = min(lowest, peak)
         if peak <= budget_bytes and (best is None or time_ns < best[0]):
-            best = (time_ns, actions)
+            best = (time_ns, state)
     if best is None:
         raise refuse(problem, name, budget_bytes, lowest)
-    return finish(problem, name, budget_bytes, best[1])
+    return finish(problem, name, budget_bytes, ev.actions(best[1]))
 
 
 def torch_segment(block: int, blocks: int, segments: int) -> int:
@@ -180,3 +195,63 @@ def _block_of(path: str, parents: set[str]) -> str:
         elif block:
             break
     return block
+
+
+class Segmentation(NamedTuple):
+    """One of the row."""
+
+    segment: NDArray[np.int64]  # [op of forward]; of the latest only
+    state: State
+    peak_bytes: int
+
+
+def segmentations(ev: Evaluator) -> Iterator[Segmentation]:
+    """The row, until nothing is left to split: where μ-TWO goes on when evicting single values is not enough.
+
+    The first is one segment, which rebuilds everything at once; each next one splits the segment whose rebuilding makes
+    the peak.
+
+    Counts: the exact peak of every segmentation. Ignores: which of two segments with equal peaks is better split.
+    """
+    problem, sts = ev.problem, ev.trace.storages
+    forward_end, cutting = problem.forward_end, Cutting(ev)
+    weight = np.zeros(forward_end, np.int64)  # op of forward -> bytes of the candidates that it makes
+    for s in problem.candidates:
+        weight[sts.producer[s]] += sts.nbytes[s]
+    crossing = np.zeros(forward_end + 1, np.int64)  # bytes that a border after each op would save
+    for s in cutting.decided.tolist():
+        first, last = sts.producer[s], sts.last_forward_use[s]
+        if last > first:
+            # A value that backward reads itself is the better border: of two equal ones it is needed anyway.
+            price = sts.nbytes[s] if problem.saved_by_default[s] else 2 * sts.nbytes[s]
+            crossing[first] += price
+            crossing[last] -= price
+    np.cumsum(crossing, out=crossing)
+    segment = np.zeros(forward_end, np.int64)  # op of forward -> its segment
+    border, count = 0, 0
+    while border >= 0:
+        state, count = cutting.state(segment), count + 1
+        peak_bytes, _, peak_step, steps = ev.walk(state)
+        seq = ev.sequence(steps)[: max(0, peak_step - ev.forward + 1)]
+        again, border = seq[seq < 0], -1
+        yield Segmentation(segment, state, peak_bytes)
+        if len(again):
+            members = np.flatnonzero(segment == segment[ev.op_id[int(~again[-1])]])
+            border = split(members, weight, crossing)
+            segment[members[members > border]] = count
+
+
+def split(members: NDArray[np.int64], weight: NDArray[np.int64], crossing: NDArray[np.int64]) -> int:
+    """The op of a segment after which to split it; -1 if it cannot be split.
+
+    Where least crosses the border, among the positions that leave at least 30 % of the segment's bytes on either
+    side; of several such ones the most even split.
+    """
+    seen = np.cumsum(weight[members])
+    total = int(seen[-1])
+    at = np.flatnonzero((3 * total <= 10 * seen) & (10 * seen <= 7 * total))
+    at = at[at < len(members) - 1]
+    if not total or not len(at):
+        return -1
+    order = np.lexsort((members[at], np.abs(2 * seen[at] - total), crossing[members[at]]))
+    return int(members[at[order[0]]])

@@ -15,7 +15,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay, peak_by_category
 from simulator.levers import rewritten_problem
 from simulator.levers.offload import host_bytes
-from simulator.planners import DEFAULT, plan_with
+from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
 from simulator.prediction.levers import (
     has_head,
@@ -223,14 +223,7 @@ def _planned(a: Answer, say: Say) -> Prediction:
         return plan
 
     def one(step: Problem, limits: Limits) -> Plan:
-        try:
-            return plan_with(q.planner_name, step, UNLIMITED_BYTES if limit is None else limit, limits)
-        except Infeasible as error:
-            if q.planner_name != DEFAULT:
-                raise
-            from simulator.prediction.lowest_peak import with_lowest_peak
-
-            raise with_lowest_peak(step, error, limits) from None
+        return plan_with(q.planner_name, step, UNLIMITED_BYTES if limit is None else limit, limits)
 
     if limit is None or q.alone:
         plan = make(problem, limits)

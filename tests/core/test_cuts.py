@@ -11,9 +11,9 @@ from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
-from simulator.planners.cuts import best_cut, states
 from simulator.planners.greedy import Search
 from simulator.planners.outcome import Infeasible
+from simulator.planners.search import best_cut, states
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.records.trace import Trace

@@ -123,7 +123,7 @@ def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: 
     assert better.time_ns <= found.time_ns
     tidied = tidy(search, found.state.copy())
     assert tidied.time_ns <= found.time_ns
-    timeline = Problem(of).replay(search.actions(tidied.state)).timeline
+    timeline = Problem(of).replay(search.evaluator.actions(tidied.state)).timeline
     assert timeline.step_time_ns == tidied.time_ns
     assert timeline.peak_allocated_bytes <= search.budget_bytes
     assert search.evaluator.cost(better.state)[1] == better.time_ns

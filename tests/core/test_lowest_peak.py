@@ -9,9 +9,8 @@ import pytest
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import NONE, Constraints, Levers, Limits
 from simulator.core.problem import Problem
-from simulator.planners import plan_with
+from simulator.planners import plan_with, search
 from simulator.planners.outcome import Infeasible
-from simulator.prediction import lowest_peak
 from simulator.prediction.ask import ask
 from simulator.prediction.question import Question
 from simulator.prediction.step import Prediction
@@ -30,24 +29,20 @@ def answered(of: Trace | Problem, budget: int, **words: Any) -> Prediction:
 
 def refused(
     of: Trace, budget_bytes: int, limits: Limits = QUICK, constraints: Constraints = NONE
-) -> tuple[int, int, str]:
-    """The lowest peak that the planner alone tells, the one that the answer tells, and its words."""
-    problem = Problem(of, constraints)
-    with pytest.raises(Infeasible) as alone:
-        plan_with("search", problem, budget_bytes, limits)
+) -> tuple[int, str]:
+    """The lowest peak that the answer tells, and its words."""
     with pytest.raises(Infeasible) as told:
-        answered(problem, budget_bytes, limits=limits)
-    assert told.value.figures["floor"] == alone.value.figures["floor"]
-    before, now = (error.value.figures["lowest_peak_bytes"] for error in (alone, told))
-    return before, now, str(told.value)
+        answered(Problem(of, constraints), budget_bytes, limits=limits)
+    return told.value.figures["lowest_peak_bytes"], str(told.value)
 
 
 def test_it_goes_on_where_the_greedy_ends_and_a_plan_of_that_peak_is_found() -> None:
     of = load("resnet152-cpu/trace-b8")
     floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
-    before, now, words = refused(of, floor_bytes // 2)
-    assert floor_bytes <= now < before
-    assert now - floor_bytes < (before - floor_bytes) // 10  # 6.3 MiB above the floor before, some KiB now
+    now, words = refused(of, floor_bytes // 2)
+    assert (
+        floor_bytes <= now < floor_bytes + (1 << 19)
+    )  # some KiB above the floor; the greedy ends 6.3 MiB above
     assert f"({now} bytes), and no plan at all can go below" in words
     plan = plan_with("search", Problem(of), now, Limits(seconds=2))
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= now
@@ -61,7 +56,7 @@ def test_it_is_never_below_what_any_plan_reaches() -> None:
         if front is None:
             continue
         floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
-        _, now, _ = refused(of, floor_bytes - 1, Limits(seconds=0.05))
+        now, _ = refused(of, floor_bytes - 1, Limits(seconds=0.05))
         assert min(front) <= now
         seen += 1
     assert seen >= 40
@@ -70,11 +65,9 @@ def test_it_is_never_below_what_any_plan_reaches() -> None:
 def test_only_below_the_floor_and_by_the_planner_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     of = load("resnet152-cpu/trace-b8")
     floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
-    monkeypatch.setattr(lowest_peak, "Annealer", None)  # whoever walks fails
+    monkeypatch.setattr(search, "Annealer", None)  # whoever walks fails
     with pytest.raises(Infeasible, match="the lowest peak that mu-two reaches"):
         answered(of, floor_bytes // 2, planner="mu-two")
-    with pytest.raises(Infeasible, match="search found no plan"):
-        answered(of, floor_bytes, limits=Limits(seconds=0.01))
     with pytest.raises(TypeError):
         answered(of, floor_bytes // 2)
 
@@ -82,6 +75,6 @@ def test_only_below_the_floor_and_by_the_planner_that_can(monkeypatch: pytest.Mo
 def test_constraints_hold_for_it_too() -> None:
     """Nothing may run again: then there is one plan, and its peak is the lowest."""
     of = load("resnet152-cpu/trace-b8")
-    _, now, words = refused(of, 1, Limits(seconds=1), Constraints(never=("** ::",)))
+    now, words = refused(of, 1, Limits(seconds=1), Constraints(never=("** ::",)))
     assert now == Problem(of).saved.timeline.peak_allocated_bytes
     assert "under the given constraints" in words

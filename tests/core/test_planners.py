@@ -347,7 +347,7 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
     found = search.save_again(state)
     assert found.state.evictions == {}
     assert found.time_ns == of.time_ns
-    assert search.actions(found.state) == []
+    assert search.evaluator.actions(found.state) == []
 
 
 def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:

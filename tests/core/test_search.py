@@ -89,7 +89,7 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
         assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures["added_ns"]
         over = search.evaluator.excess(state, budget_bytes)
         assert bool(over) == walk.over
-        timeline = run(problem, build(problem, search.actions(state)))
+        timeline = run(problem, build(problem, search.evaluator.actions(state)))
         assert timeline.step_time_ns == of.time_ns + walk.figures["added_ns"]
         assert (timeline.peak_allocated_bytes > budget_bytes) == walk.over
     if annealer.best is not None:

@@ -17,9 +17,9 @@ from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import evaluator_of
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from simulator.planners.cuts import states
 from simulator.planners.greedy import Found, Search
 from simulator.planners.outcome import finish, refuse
+from simulator.planners.search import states
 from traces.records.plan import Plan
 
 NAME: Final = "min-cut"
@@ -47,4 +47,4 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
                 best = Found(state=state.copy(), time_ns=time_ns)
     if best is None:
         raise refuse(problem, NAME, budget_bytes, search.lowest_peak_bytes)
-    return finish(problem, NAME, budget_bytes, search.actions(best.state))
+    return finish(problem, NAME, budget_bytes, search.evaluator.actions(best.state))
