@@ -24,8 +24,7 @@ from executor.graphs.graph import Graph, compile_graph
 from executor.graphs.match import Fitted, fitted, left_out
 from executor.graphs.mismatch import HINT
 from simulator import api as simulator
-from simulator.core.budget import check_budget, parse_budget
-from simulator.core.limits import DEFAULTS
+from simulator.core.limits import DEFAULTS, check_budget, parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN

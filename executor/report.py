@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from simulator.allocator.device_fit import setting_of
+from simulator.allocator.device import setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import describe, predict
 from simulator.report.charts import Bar, grouped
-from simulator.report.measured import FIGURES, Run, beside
 from simulator.report.page import Chart, Page, Section, Text, warned, write_page
 from simulator.report.step import simulation_sections
-from simulator.show.tables import Table
+from simulator.show.tables import FIGURES, Run, Table, beside
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import ALLOCATED, Plan
 from traces.records.trace import Trace, TraceMeta

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from simulator.allocator.caching import Allocator, Block
-from simulator.allocator.replay.recording import Event, running_reserved
+from simulator.allocator.replay import Event, running_reserved
 from simulator.allocator.settings import LOWEST_ADDRESS, AllocatorSettings
 from traces.units import MIB
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from simulator.core.budget import check_budget
+from simulator.core.limits import check_budget
 from simulator.planners import DEFAULT, REGISTRY
 from traces.errors import LowtideError, SpecError
 from traces.files.json_records import canonical_json, from_json, to_json

@@ -1,13 +1,22 @@
-"""The memory that one training process can have of a device, from its name or size."""
+"""The memory that one process can have of a device, and whether a schedule fits it under some allocator settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
-from simulator.core.budget import parse_budget
+from simulator.allocator.caching import OutOfMemory
+from simulator.allocator.requests import Requests
+from simulator.allocator.reserved import ReservedFigures, reserved_peak
+from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
+from simulator.core.limits import parse_budget
+from simulator.core.problem import Problem
+from simulator.core.replay import Replay
 from traces.devices import CONTEXT_BYTES, device
 from traces.errors import SpecError
+from traces.records.measurement import RunFigures
+from traces.records.trace import TraceMeta
 from traces.units import show_bytes
 
 CPU: Final = "cpu"
@@ -111,3 +120,171 @@ def size_of(option: str, text: str) -> int:
     if "%" in text:
         raise SpecError(f"{option} {text}: give a size, such as 40GiB; there is nothing to take a share of.")
     return parse_budget(text, 1, option)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Under which allocator settings, and on which device."""
+
+    settings: AllocatorSettings | None = None  # None: a CPU, which has no caching allocator
+    alloc_conf: str | None = None  # the same as PYTORCH_ALLOC_CONF would say it
+    asked: bool = False  # whether the settings are the user's question, to be compared with torch's defaults
+    device: DeviceMemory | None = None  # None: enough memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFit:
+    """The needs of one schedule beside a device. On a GPU reserved memory decides, on a CPU allocated memory."""
+
+    peak_allocated_bytes: int
+    # On the device that was named, if it fits there; else with as much as it asks for. None: no caching allocator.
+    reserved: ReservedFigures | None = None
+    wanted_bytes: int = 0  # with as much memory as it asks for
+    by_default: ReservedFigures | None = None  # under torch's default settings, if others were asked about
+    device: DeviceMemory | None = None
+    out_of_memory: str = ""  # why it does not fit
+
+    @property
+    def fits(self) -> bool | None:
+        """Into the device; None: none was named."""
+        return None if self.device is None else not self.out_of_memory
+
+    @property
+    def needs_bytes(self) -> int:
+        """The highest that the device must have room for."""
+        return self.peak_allocated_bytes if self.reserved is None else self.reserved.highest_reserved_bytes
+
+    @property
+    def left_bytes(self) -> int | None:
+        """The bytes that the device has left; None if it does not fit, or none was named."""
+        if self.device is None or self.out_of_memory:
+            return None
+        return max(0, self.device.usable_bytes - self.needs_bytes)
+
+    @property
+    def retries_a_step(self) -> int:
+        """How often a step gives all cached memory back to make room."""
+        return 0 if self.reserved is None or self.out_of_memory else self.reserved.retries_a_step
+
+    def figures(self, step_time_ns: int | None = None) -> RunFigures:
+        """The headline figures."""
+        of = self.reserved
+        return RunFigures(
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            peak_block_bytes=None if of is None else of.peak_block_bytes,
+            peak_reserved_bytes=None if of is None else of.peak_reserved_bytes,
+            step_time_ns=step_time_ns,
+        )
+
+    def allocator(self) -> dict[str, Any] | None:
+        """The allocator's figures as JSON; None where there is none."""
+        f = self.reserved
+        if f is None:
+            return None
+        return {
+            "fragmentation_percent": round(100 * f.fragmentation, 4),
+            "reserved_bytes_by_iteration": [i.reserved_bytes for i in f.iterations],
+            "wanted_bytes": self.wanted_bytes,
+            "segment_requests": f.segment_requests,
+            "retries_a_step": f.retries_a_step,
+            "steady": f.steady,
+            "default_peak_reserved_bytes": self.by_default and self.by_default.peak_reserved_bytes,
+        }
+
+
+def kind_of(meta: TraceMeta) -> str:
+    """cuda or cpu, whatever the device's number."""
+    return meta.device.partition(":")[0]
+
+
+def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMemory | None = None) -> Setting:
+    """The setting to ask about for a trace.
+
+    Without `alloc_conf`, the settings are those that the trace was recorded under; with it they are what it says and
+    torch's defaults, as if the environment variable were set to it. Raises SpecError: settings that do not exist, or
+    any for a CPU's trace.
+    """
+    if kind_of(meta) != CUDA:
+        if alloc_conf is not None:
+            raise SpecError(
+                f"--alloc-conf: this trace holds the graph of a {meta.device.upper()}, where torch has no caching "
+                "allocator; trace it with --target for a GPU, or with --device cuda."
+            )
+        return Setting(device=device)
+    text = meta.alloc_conf if alloc_conf is None else alloc_conf
+    settings = as_in(parse_alloc_conf(text), meta.torch_version)
+    return Setting(settings=settings, alloc_conf=text, asked=alloc_conf is not None, device=device)
+
+
+def asking_ahead(setting: Setting, nbytes: int) -> Setting:
+    """Return the same setting, except that so much is asked for in one piece, and given back, before the first step."""
+    settings = setting.settings
+    return setting if settings is None else replace(setting, settings=replace(settings, ahead_bytes=nbytes))
+
+
+# What helps against fragmentation, the most welcome first. Segments that grow help most, and need a platform that can
+# map memory; pages of 12 MiB in place of 20 reserve a little less again; large segments suit many small values.
+HELPFUL: Final = (
+    "",
+    "large_segment_size_mb:256",
+    "expandable_segments:True",
+    "expandable_segments:True,large_segment_size_mb:12",
+)
+
+
+def settings_to_try(meta: TraceMeta, setting: Setting) -> tuple[Setting, ...]:
+    """The settings among which a plan may choose, the trace's own first; these alone if it was recorded under some."""
+    if setting.settings is None or setting.alloc_conf:
+        return (setting,)
+    return (setting, *(setting_of(meta, conf, setting.device) for conf in HELPFUL if conf))
+
+
+def device_fit(
+    problem: Problem,
+    replay: Replay,
+    setting: Setting,
+    *,
+    peak_bytes: int | None = None,
+    requests: Requests | None = None,
+) -> DeviceFit:
+    """Return what a schedule needs under a setting, and whether that fits the setting's device.
+
+    Args:
+        problem, replay: the step, and the schedule with its timeline.
+        setting: as `setting_of` makes it.
+        peak_bytes: of allocated memory, where it is known to be another than the replay's.
+        requests: of the allocator, where they are known to be others than the schedule's.
+    """
+    peak = replay.timeline.peak_allocated_bytes if peak_bytes is None else peak_bytes
+    settings, device, schedule = setting.settings, setting.device, replay.schedule
+    if settings is None:
+        short = "" if device is None else _short(peak, device, "allocates")
+        return DeviceFit(peak_allocated_bytes=peak, wanted_bytes=peak, device=device, out_of_memory=short)
+    reserved = partial(reserved_peak, problem, schedule, requests=requests)
+    figures = reserved(settings)
+    wanted, by_default, out_of_memory = figures.highest_reserved_bytes, None, ""
+    if setting.asked:
+        plain = as_in(AllocatorSettings(), problem.trace.meta.torch_version)
+        by_default = figures if settings == plain else reserved(plain)
+    if device is not None and wanted > device.usable_bytes:
+        try:
+            figures = reserved(settings, device_memory_bytes=device.usable_bytes)
+        except OutOfMemory as error:
+            out_of_memory = _short(wanted, device, "reserves") or str(error)
+    return DeviceFit(
+        peak_allocated_bytes=peak,
+        reserved=figures,
+        wanted_bytes=wanted,
+        by_default=by_default,
+        device=device,
+        out_of_memory=out_of_memory,
+    )
+
+
+def _short(needed: int, device: DeviceMemory, does: str) -> str:
+    over = needed - device.usable_bytes
+    return (
+        f"the step {does} {show_bytes(needed)}, {show_bytes(over)} more than there is to use"
+        if over > 0
+        else ""
+    )

@@ -11,8 +11,7 @@ from simulator.cli.options import answer_options
 from traces.commands import Output, Refused
 
 if TYPE_CHECKING:
-    from simulator.allocator.replay.recording import Recording
-    from simulator.allocator.replay.replay import Replay
+    from simulator.allocator.replay import Recording, Replay
 
 
 @click.command("replay")
@@ -41,8 +40,7 @@ def replay_command(
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
     from simulator.allocator.device import size_of
-    from simulator.allocator.replay.recording import read_recording
-    from simulator.allocator.replay.replay import replay
+    from simulator.allocator.replay import read_recording, replay
     from simulator.allocator.settings import parse_alloc_conf
 
     # Before any work, so that a bad one is known. They stand for all that was recorded, not on top of it.

@@ -18,8 +18,18 @@ from numpy.typing import NDArray
 
 from simulator.core.problem import Problem
 from simulator.core.transfers import RELOAD, transfer_ns
-from simulator.kernels.records import OPS_ROW, STORAGES_ROW, Choice, Packed, Work, pack_lists, steps
-from simulator.kernels.walk import FORBIDDEN, FULL, walk
+from simulator.kernels.walk import (
+    FORBIDDEN,
+    FULL,
+    OPS_ROW,
+    STORAGES_ROW,
+    Choice,
+    Packed,
+    Work,
+    pack_lists,
+    steps,
+    walk,
+)
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
 

@@ -10,9 +10,8 @@ A selector is `module glob :: op glob`; either side may be left out (`layers.0 :
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from simulator.core.limits import Constraints
@@ -89,7 +88,7 @@ def matching_ops(trace: Trace, text: str, option: str) -> tuple[int, ...]:
         option: who asks, for the message: `--never`.
 
     Raises:
-        SpecError: it means none; names those that come close.
+        SpecError: it means none.
     """
     selector, ops = parse_selector(text), trace.ops
     verdict: dict[tuple[str, str], bool] = {}
@@ -103,7 +102,7 @@ def matching_ops(trace: Trace, text: str, option: str) -> tuple[int, ...]:
         if verdict[key]:
             out.append(i)
     if not out:
-        raise SpecError(f"{option} {text!r} matches no op of forward. {_close(verdict, selector)}")
+        raise SpecError(f"{option} {text!r} matches no op of forward; `trace show` prints modules and ops.")
     return tuple(out)
 
 
@@ -131,25 +130,3 @@ def resolve(trace: Trace, constraints: Constraints) -> Resolved:
             )
         always_saved |= mine
     return Resolved(never=frozenset(never), always_saved=frozenset(always_saved))
-
-
-def _close(seen: Iterable[tuple[str, str]], selector: Selector) -> str:
-    """Names that look like what was asked for, on the side that matches nothing alone."""
-    pairs = list(seen)
-    hints = []
-    both = selector.module is None or selector.op is None or selector.either
-    if selector.module is not None and (
-        both or not any(module_matches(selector.module, m) for m, _ in pairs)
-    ):
-        modules = {".".join(m.split(".")[:k]) for m, _ in pairs if m for k in range(1, m.count(".") + 2)}
-        hints += _near(selector.module, modules, "modules")
-    if selector.op is not None and (both or not any(op_matches(selector.op, t) for _, t in pairs)):
-        hints += _near(selector.op, {t for _, t in pairs}, "ops")
-    return " ".join(hints) or "Each side matches something, but no op matches both."
-
-
-def _near(glob: str, names: set[str], what: str) -> list[str]:
-    if not names:
-        return []
-    close = get_close_matches(glob, sorted(names), n=3, cutoff=0.4) or sorted(names)[:3]
-    return [f"Close {what}: {', '.join(close)}."]

@@ -12,9 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from simulator.kernels.compiled import compiled, inner
-from simulator.kernels.records import Choice, long, table
 from simulator.kernels.retain import add_eviction, retain
-from simulator.kernels.walk import replay
+from simulator.kernels.walk import Choice, long, replay, table
 
 # What a move may be; `chances` holds how often each is made, summed up.
 FLIP: Final = 0  # save a value that was recomputed, or the other way round

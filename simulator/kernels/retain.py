@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from simulator.kernels.compiled import inner
-from simulator.kernels.records import long, table
-from simulator.kernels.walk import chain
+from simulator.kernels.walk import chain, long, table
 
 # What `Work.present` says of a value here.
 # NEW: rebuilt for the op at hand; PASSING: and goes with it.

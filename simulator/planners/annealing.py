@@ -25,8 +25,8 @@ from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
 from simulator.kernels.anneal import BORDER_AT, HIGHEST, MOVE_KINDS, TALLY, VALUE, Moves, Walked, anneal
-from simulator.kernels.records import pack_rows
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
+from simulator.kernels.walk import pack_rows
 from simulator.planners.greedy import Found
 
 NEGLIGIBLE_SHARE: Final = 1000  # values smaller than this share of the largest one are left as they are

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, settings_to_try
+from simulator.allocator.device import DeviceFit, Setting, asking_ahead, settings_to_try
 from simulator.bounds.bound import Bound
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem

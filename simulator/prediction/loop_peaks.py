@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simulator.allocator.caching import AllocatorFigures
-from simulator.allocator.device_fit import DeviceFit
+from simulator.allocator.device import DeviceFit
 from simulator.allocator.requests import Residents, phases_of
 from simulator.allocator.reserved import ReservedFigures
 from simulator.core.replay import Replay

@@ -9,11 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
-from simulator.allocator.device import DeviceMemory, device_memory, size_of
-from simulator.allocator.device_fit import Setting, kind_of, setting_of
+from simulator.allocator.device import DeviceMemory, Setting, device_memory, kind_of, setting_of, size_of
 from simulator.allocator.settings import parse_alloc_conf
-from simulator.core.budget import MOST_BYTES, check_budget, parse_budget
-from simulator.core.limits import BIT_EXACT, DEFAULTS, HOST_BYTES, NONE, Constraints, Levers, Limits
+from simulator.core.limits import (
+    BIT_EXACT,
+    DEFAULTS,
+    HOST_BYTES,
+    MOST_BYTES,
+    NONE,
+    Constraints,
+    Levers,
+    Limits,
+    check_budget,
+    parse_budget,
+)
 from simulator.core.selectors import check_selectors
 from simulator.planners import DEFAULT, SAVE_ALL, find
 from simulator.prediction.step import Prediction

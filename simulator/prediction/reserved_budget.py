@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from simulator.allocator.caching import SMALL_SEGMENT_BYTES
-from simulator.allocator.device_fit import Setting, asking_ahead, device_fit
+from simulator.allocator.device import Setting, asking_ahead, device_fit
 from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with

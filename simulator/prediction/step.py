@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from simulator.allocator.device import CUDA
-from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, device_fit, kind_of
+from simulator.allocator.device import CUDA, DeviceFit, Setting, asking_ahead, device_fit, kind_of
 from simulator.allocator.requests import untouched_requests
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, run

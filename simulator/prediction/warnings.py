@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from simulator.allocator.device import CUDA
-from simulator.allocator.device_fit import kind_of, setting_of
+from simulator.allocator.device import CUDA, kind_of, setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import Prediction, predict, untouched_peak_bytes
 from traces.devices import devices

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from simulator.core.problem import Problem
 from simulator.report import charts
-from simulator.report.measured import beside
 from simulator.report.page import Block, Chart, Page, Section, Text, paragraphs, warned, write_page
 from simulator.report.step import activation_blocks
-from simulator.show.tables import Table, table
+from simulator.show.tables import Table, beside, table
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep
 from traces.errors import LowtideError
 from traces.records.plan import Plan

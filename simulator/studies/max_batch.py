@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-from simulator.allocator.device import CPU, DeviceMemory
-from simulator.allocator.device_fit import kind_of
+from simulator.allocator.device import CPU, DeviceMemory, kind_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Say, ask, completed, silent

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
 
-from simulator.allocator.device_fit import Setting, device_fit
+from simulator.allocator.device import Setting, device_fit
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners.outcome import Infeasible

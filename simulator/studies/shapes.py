@@ -16,7 +16,7 @@ from typing import Any, Final
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_over
-from simulator.core.budget import MOST_BYTES
+from simulator.core.limits import MOST_BYTES
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.levers import rewritten_problem

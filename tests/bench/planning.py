@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import click
 
-from simulator.core.budget import parse_budget
-from simulator.core.limits import Levers
+from simulator.core.limits import Levers, parse_budget
 from simulator.core.problem import Problem
 from simulator.levers import UNASKED
 from simulator.planners.outcome import Infeasible

@@ -19,9 +19,8 @@ from typing import Any
 import click
 
 from simulator.bounds.bound import bound_curve
-from simulator.core.budget import parse_budget
 from simulator.core.evaluator import Evaluator
-from simulator.core.limits import Limits
+from simulator.core.limits import Limits, parse_budget
 from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, find, plan_with
 from tests.bench.recorded import BENCH, CACHE, trace_of

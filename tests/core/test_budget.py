@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simulator.allocator.device import size_of
-from simulator.core.budget import parse_budget
+from simulator.core.limits import parse_budget
 from traces.errors import SpecError
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.allocator.device_fit import Setting
+from simulator.allocator.device import Setting
 from simulator.core import replay as engine
 from simulator.core.problem import Problem
 from simulator.core.replay import run

@@ -13,8 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from simulator.allocator.caching import Allocator, Block, Pool
-from simulator.allocator.replay.recording import read_recording, recording_from_snapshot
-from simulator.allocator.replay.replay import replay
+from simulator.allocator.replay import read_recording, recording_from_snapshot, replay
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
     OLDER_BLOCK,

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.allocator.device_fit import setting_of
+from simulator.allocator.device import setting_of
 from simulator.core.problem import Problem
 from simulator.core.replay import by_category, peak_by_category, run
 from simulator.core.schedule import build

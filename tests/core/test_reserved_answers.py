@@ -13,8 +13,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from simulator import api
-from simulator.allocator.device import DeviceMemory, device_memory
-from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, setting_of, settings_to_try
+from simulator.allocator.device import (
+    DeviceFit,
+    DeviceMemory,
+    Setting,
+    device_fit,
+    device_memory,
+    setting_of,
+    settings_to_try,
+)
 from simulator.allocator.reserved import reserved_peak
 from simulator.cli.main import main
 from simulator.core.limits import Clock, Limits

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import simulator.studies.shapes as study
-from simulator.allocator.device import DeviceMemory
-from simulator.allocator.device_fit import setting_of
+from simulator.allocator.device import DeviceMemory, setting_of
 from simulator.allocator.reserved import reserved_over, reserved_peak
 from simulator.cli.main import main
 from simulator.core.problem import Problem

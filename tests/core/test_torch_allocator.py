@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from simulator.allocator.caching import Allocator, Block, OutOfMemory
-from simulator.allocator.replay.recording import read_recording, recording_from_snapshot
-from simulator.allocator.replay.replay import replay
+from simulator.allocator.replay import read_recording, recording_from_snapshot, replay
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from tests.streams import StreamAllocator
 from traces.errors import TraceError

@@ -1,20 +1,77 @@
-"""A recording of a real GPU's allocator, as torch.cuda.memory._dump_snapshot() writes it: all that was asked, in order.
+"""Replay what torch.cuda.memory._dump_snapshot() recorded of a real GPU's allocator through the simulated one.
 
-A history must begin before the first allocation: of what was there before it, a snapshot tells neither sizes nor order.
+A pickle is a program, and its one way to do harm is to name something to import and call. Here no name is resolved, so
+nothing is called; what remains is the size of what it builds, which is bounded while it loads. A history must begin
+before the first allocation: of what was there before it, a snapshot tells neither sizes nor order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import pickle
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from simulator.allocator.replay.pickles import SNAPSHOT, load_plain
+from simulator.allocator.caching import Allocator, AllocatorFigures, Block, OutOfMemory
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from traces.errors import LowtideError, TraceError
+
+MAX_FILE_BYTES: Final = 4 << 30
+# What a pickle may take while it loads. The stacks of a snapshot are shared objects and expand about tenfold.
+SPARE_BYTES: Final = 2 << 30
+BYTES_PER_FILE_BYTE: Final = 24
+SNAPSHOT: Final = "torch.cuda.memory._dump_snapshot(path), in torch 2.1 or newer"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot holds plain data only")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to an object outside the file")
+
+
+def load_plain(path: Path) -> Any:
+    """Return what the file holds, in plain containers. Raises TraceError: no pickle, cut off, too large, or hostile."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise MemoryError
+        with path.open("rb") as file, _bounded_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * size):
+            return _PlainUnpickler(file).load()
+    except OSError as error:
+        why = f"cannot be read ({error.strerror or error}); name another file."
+    except MemoryError:
+        why = "damaged, or too large to be read; record with _record_memory_history(context=None)."
+    # A damaged pickle can make the unpickler raise almost anything; no code of the file's own can have run.
+    except Exception as error:
+        why = f"not a memory snapshot ({str(error) or type(error).__name__}); make one with {SNAPSHOT}."
+    raise TraceError(f"{path}: {why}")
+
+
+@contextlib.contextmanager
+def _bounded_memory(more_bytes: int) -> Iterator[None]:
+    """Let the process grow by so much and no more, where the system can do that (Linux)."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    except (ImportError, OSError, ValueError):
+        yield
+        return
+    bound = pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (bound if soft < 0 else min(bound, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
 
 Action = Literal[
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap"
@@ -176,3 +233,78 @@ def _settings(data: Any, pools_named: bool) -> tuple[AllocatorSettings, tuple[st
         notes = (f"the recorded PYTORCH_ALLOC_CONF is not understood, torch's defaults are assumed: {why}",)
     newest = "2.13" if "max_cached_size" in told else "2.12"
     return as_in(out, newest if pools_named else "2.11"), notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The simulated allocator's answer to a recording's requests."""
+
+    figures: AllocatorFigures
+    segment_requests: tuple[int, ...]  # bytes asked of the driver, in order
+    allocations: int
+    same_addresses: int  # allocations that landed where the recording says
+    out_of_memory: str | None  # why and where it stopped; None: it went through
+    seconds: float
+
+
+def replay(
+    recording: Recording, settings: AllocatorSettings | None = None, device_memory_bytes: int | None = None
+) -> Replay:
+    """Send every request of the recording to a simulated allocator, in the recorded order.
+
+    Args:
+        recording: what was asked.
+        settings: under which segments come and go as the allocator has it; None: under the recorded settings they come
+            and go where and as the recording says.
+        device_memory_bytes: how much the device has; None: enough.
+
+    Ignores: what the program would have done otherwise with other settings.
+    """
+    segments = iter([(e.address, e.size_bytes) for e in recording.events if e.action == "segment_alloc"])
+    pages = [e.address for e in recording.events if e.action == "segment_map"]
+    end = max(e.address + e.size_bytes for e in recording.events)
+
+    def place(size: int, stream: int, expandable: bool) -> int:
+        """Where it was recorded, as long as it is the same memory; an expandable range begins with its first pages."""
+        nonlocal end
+        mapped = sum(s.action == "segment_map" for s in allocator.segment_events) if expandable else 0
+        if expandable and mapped < len(pages):
+            return pages[mapped]
+        at, recorded = (0, -1) if expandable else next(segments, (0, -1))
+        if recorded == size:
+            return at
+        end += size
+        return end - size
+
+    as_recorded = settings is None
+    chosen = settings or recording.settings
+    allocator = Allocator(chosen, device_memory_bytes, place if as_recorded else None)
+    there: dict[int, Block] = {}
+    allocations = same_addresses = 0
+    giving_back = False  # in the middle of one call of empty_cache()
+    stopped, begin = None, time.perf_counter()
+    for e in recording.events:
+        if e.action == "alloc":
+            try:
+                there[e.address] = allocator.malloc(e.size_bytes, e.stream)
+            except OutOfMemory as error:
+                wanted = sum(e.action == "alloc" for e in recording.events)
+                stopped = f"after {allocations} of {wanted} allocations: {error}"
+                break
+            allocations += 1
+            same_addresses += there[e.address].address == e.address
+        elif e.action == "free_requested":
+            allocator.request_free(there[e.address])
+        elif e.action == "free_completed":
+            allocator.complete_free(there.pop(e.address))
+        elif e.action in GIVES_BACK and as_recorded:
+            allocator.release_at(e.address, e.size_bytes)
+        elif e.action in GIVES_BACK and not giving_back:
+            allocator.release_cached()
+        giving_back = e.action in GIVES_BACK or (giving_back and e.action == "free_completed")
+    asked = tuple(s.size_bytes for s in allocator.segment_events if s.action in GETS)
+    seconds = time.perf_counter() - begin
+    return Replay(
+        figures=allocator.figures(), segment_requests=asked, allocations=allocations,
+        same_addresses=same_addresses, out_of_memory=stopped, seconds=seconds,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Recordings of a real GPU's allocator, replayed through the simulated one."""
