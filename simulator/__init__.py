@@ -18,18 +18,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simulator.api import bound, compare, max_batch, pareto, plan, simulate
+    from simulator.api import bound, plan, simulate
     from simulator.planners.outcome import Infeasible
+    from simulator.studies.comparison import compare
+    from simulator.studies.max_batch import max_batch
+    from simulator.studies.pareto import pareto
 
 __all__ = ["Infeasible", "bound", "compare", "max_batch", "pareto", "plan", "simulate"]
+PLACES = {"Infeasible": "planners.outcome", "compare": "studies.comparison"}
+PLACES |= {name: f"studies.{name}" for name in ("max_batch", "pareto")}
 
 
 def __getattr__(name: str) -> Any:
     """Return what the package offers, imported when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "simulator.planners.outcome" if name == "Infeasible" else "simulator.api"
-    found = globals()[name] = getattr(import_module(module), name)
+    found = globals()[name] = getattr(import_module(f"simulator.{PLACES.get(name, 'api')}"), name)
     return found
 
 

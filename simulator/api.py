@@ -1,4 +1,4 @@
-"""The questions that can be asked about a trace, as functions; the commands ask them too."""
+"""The questions that have one answer about a trace, as functions; the commands ask them too."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Unpack
 from simulator.core.limits import NONE, Constraints
 from simulator.core.problem import Problem
 from simulator.prediction.ask import Say, ask, silent
-from simulator.prediction.question import DEVICE, Device, Words, question
+from simulator.prediction.question import Device, Words, question
 from simulator.prediction.step import Prediction, predict
-from traces.errors import SpecError
 from traces.records.plan import Plan
 from traces.records.store import check_fingerprints, load
 from traces.records.trace import Trace
 
 if TYPE_CHECKING:
     from simulator.bounds.bound import Bound
-    from simulator.studies.max_batch import MaxBatch
-    from simulator.studies.rows import Row, Study
 
 # A trace, its directory or name in the gallery, or it under its constraints.
 Source = Trace | str | Path | Problem
@@ -124,106 +121,3 @@ def bound(
     limit, _ = asked.limit(predict(problem, asked.setting(problem.trace.meta)))
     assert limit is not None
     return lower_bound(problem, limit)
-
-
-def compare(
-    trace: Source,
-    budget: Budget,
-    planners: Sequence[str] | None = None,
-    *,
-    device: Device | None = None,
-    name: str = "",
-    progress: Say = silent,
-    **words: Unpack[Words],
-) -> Study[Row]:
-    """Set planners side by side on one trace and budget of allocated memory.
-
-    Args:
-        planners: names, or `module:function`; None: all.
-        device: whether each plan fits it.
-        name: of the trace, for the answer.
-        words: as for `plan`, but none of levers; `seconds` is for each planner.
-
-    Returns:
-        a row for each planner: peak, added time, gap to the bound, or why it has no plan.
-
-    Raises:
-        SpecError: no such budget, planner, selector or device.
-    """
-    from simulator.studies.comparison import compare as planners_side_by_side
-
-    asked = question(budget, device, **words)
-    return planners_side_by_side(problem_of(trace, asked.constraints), name, asked, planners, progress)
-
-
-def pareto(
-    trace: Source,
-    points: int = 20,
-    *,
-    device: Device | None = None,
-    name: str = "",
-    progress: Say = silent,
-    **words: Unpack[Words],
-) -> Study[Row]:
-    """The whole front of one trace: what each GiB costs.
-
-    Args:
-        points: number of budgets (at least 2), evenly from the floor to the peak with everything saved.
-        device, name, words: as for `compare`; `seconds` is for the whole front.
-
-    Returns:
-        a row for each budget with the cheapest plan, the certified bound and the price of a GiB; and the `plans`.
-
-    Raises:
-        SpecError: no such planner, selector or device, or the planner cannot plan this trace at all.
-    """
-    from simulator.studies.pareto import pareto as front
-
-    if points < 2:
-        raise SpecError(f"{points} points: a front has two at least.")
-    asked = question(None, device, **words)
-    return front(problem_of(trace, asked.constraints), name, asked, points, progress)
-
-
-def max_batch(
-    model: str,
-    device: Device | None = None,
-    *,
-    budget_overhead_percent: float = 30.0,
-    directory: str | Path | None = None,
-    multiple_of: int = 1,
-    maximum: int = 65536,
-    trace_options: Sequence[str] = (),
-    progress: Say = silent,
-    **words: Unpack[Words],
-) -> MaxBatch:
-    """The largest batch of a model that fits a device, without a plan and with one.
-
-    Args:
-        model: a name of `trace models`, or `file.py:function`; `trace` runs in processes of its own.
-        device: as for `simulate`; a size alone is of a CPU's memory. On a GPU reserved memory must fit.
-        budget_overhead_percent: what a plan may add to the time of a step.
-        directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
-        multiple_of, maximum: of the batch sizes that are tried.
-        trace_options: further words for `trace`, such as ["--seq-len", "512"].
-        words: as for `plan`; `seconds` is for each plan.
-
-    Returns:
-        both batch sizes (0: not even the smallest fits) and everything that was tried.
-
-    Raises:
-        SpecError: no such device or planner.
-        LowtideError: the model cannot be traced; with what `trace` said.
-    """
-    from simulator.studies.max_batch import Request
-    from simulator.studies.max_batch import max_batch as search
-    from simulator.studies.tracing import Traced
-
-    request = Request(
-        traced=Traced.of(model, directory, "max-batch", trace_options),
-        question=question(DEVICE, device, **words),
-        overhead_percent=budget_overhead_percent,
-        multiple_of=multiple_of,
-        maximum=maximum,
-    )
-    return search(request, say=progress)

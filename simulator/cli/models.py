@@ -117,7 +117,7 @@ def max_batch_command(
     memory must fit, on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
     """
     from simulator.allocator.device import CPU
-    from simulator.api import max_batch
+    from simulator.studies.max_batch import max_batch
     from traces.devices import device
     from traces.files.json_records import canonical_json
     from traces.files.whole import write_text

@@ -20,7 +20,7 @@ def compare_command(trace_name: str, words: Words, planners: str | None, out: Ou
     Prints the peak, the added time, the gap to the certified bound and the solve time of each planner, or why it has no
     plan. --seconds is for each planner. Exit code: 0 done, 1 no planner has a plan, 2 the input is wrong.
     """
-    from simulator.api import compare
+    from simulator.studies.comparison import compare
 
     names = None if planners is None else listed("--planners", planners)
     found = compare(trace_name, planners=names, name=trace_name, progress=out.say, **words)
@@ -43,7 +43,7 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
     Budgets lie evenly between the floor, below which no plan can go, and the peak with everything saved. A larger
     budget never has a slower plan. --seconds is for the whole front.
     """
-    from simulator.api import pareto
+    from simulator.studies.pareto import pareto
 
     found = pareto(trace_name, points, name=trace_name, progress=out.say, **words)
     show(out, found)

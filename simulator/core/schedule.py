@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from simulator.core.facts import Facts
 from simulator.core.from_output import KIND, Swap, swaps
-from simulator.core.selectors import resolve
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
 from traces.records.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE
@@ -54,28 +53,6 @@ def rerun_workspace_bytes(facts: Facts, schedule: Schedule) -> int:
     first = schedule.forward_steps
     steps = zip(schedule.op[first:], schedule.recompute[first:], strict=True)
     return max((facts.rerun_bytes[o] for o, rerun in steps if rerun), default=0)
-
-
-def breach(facts: Facts, schedule: Schedule) -> str:
-    """In words, the first thing that a schedule does against the constraints; empty if it obeys them.
-
-    Looks at the steps themselves, so it holds whatever the planner and the graph believed. Raises SpecError if a
-    constraint names nothing in this trace.
-    """
-    trace, constraints = facts.trace, facts.constraints
-    if not constraints:
-        return ""
-    meant = resolve(trace, constraints)
-    ops = trace.ops
-    for op, again, binds in zip(schedule.op, schedule.recompute, schedule.binds, strict=True):
-        if not again:
-            continue
-        if op in meant.never:
-            return f"op {op} ({ops.name[op]}) would run again, which --never forbids"
-        for s in binds:
-            if s in meant.always_saved:
-                return f"storage {s} ({trace.storages.name[s]}) would be computed again, which --always-save forbids"
-    return ""
 
 
 def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:

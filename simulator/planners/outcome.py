@@ -8,8 +8,8 @@ from typing import Any
 from simulator.bounds.bound import bounder_of
 from simulator.core.problem import Problem
 from simulator.core.replay import Timeline
-from simulator.core.schedule import Schedule, breach
-from traces.errors import BudgetError, PlanError
+from simulator.core.schedule import Schedule
+from traces.errors import BudgetError
 from traces.records.measurement import RunFigures
 from traces.records.plan import SAVE, Action, Plan, label_actions
 from traces.records.trace import Trace
@@ -36,7 +36,7 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
 
     Raises:
         BudgetError: its peak is over the budget.
-        PlanError: it breaks the graph's constraints.
+        PlanError: an action is impossible, or breaks the constraints.
     """
     trace, given = problem.trace, tuple(actions)
     known = {a.storage for a in given}
@@ -46,12 +46,9 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
     )
     again = _read_again(trace, problem.replay(chosen).schedule)
     chosen = tuple(a for a in chosen if a.recipe != SAVE or a.evict_after or a.storage in again)
-    schedule, timeline = (replay := problem.replay(chosen)).schedule, replay.timeline
+    timeline = problem.replay(chosen).timeline
     if timeline.peak_allocated_bytes > budget_bytes:
         raise refuse(problem, planner, budget_bytes, timeline.peak_allocated_bytes)
-    broken = breach(problem, schedule)
-    if broken:
-        raise PlanError(f"{planner} made a plan that breaks the constraints: {broken}.")
     return Plan(
         meta=trace.meta,
         actions=chosen,

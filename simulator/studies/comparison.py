@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, Unpack
 
+from simulator.api import Budget, Source, problem_of
 from simulator.bounds.bound import lower_bound
-from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, find
-from simulator.prediction.ask import Say, ask
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Say, ask, silent
+from simulator.prediction.question import Device, Words, question
 from simulator.prediction.step import predict
 from simulator.prediction.warnings import texts_of
 from simulator.show.tables import Cell, no, table, yes
@@ -26,31 +26,49 @@ KEYS: Final = (
 
 
 def compare(
-    problem: Problem, trace_name: str, question: Question, planners: Sequence[str] | None, say: Say
+    trace: Source,
+    budget: Budget,
+    planners: Sequence[str] | None = None,
+    *,
+    device: Device | None = None,
+    name: str = "",
+    progress: Say = silent,
+    **words: Unpack[Words],
 ) -> Study[Row]:
-    """A row for each planner (None: all), in the order given; the bound is that of the constrained problem.
+    """Set planners side by side on one trace and budget of allocated memory.
 
-    Each planner has the question's seconds for itself. One that cannot plan this trace or budget has a row that says
-    why. Raises SpecError if there is no such planner, or no such budget for this trace.
+    Args:
+        planners: names, or `module:function`; None: all.
+        device: whether each plan fits it.
+        name: of the trace, for the answer.
+        words: as for `plan`, but none of levers; `seconds` is for each planner.
+
+    Returns:
+        a row for each planner, in the order given: peak, added time, gap to the bound of the constrained problem, or
+        why it has no plan.
+
+    Raises:
+        SpecError: no such budget, planner, selector or device.
     """
-    question = replace(question.of_planner(), budget_of=ALLOCATED)
+    asks = replace(question(budget, device, **words).of_planner(), budget_of=ALLOCATED)
+    problem = problem_of(trace, asks.constraints)
     chosen = tuple(REGISTRY) if planners is None else planners
     for planner in chosen:
         find(planner)  # what it imports is not its solve time
-    saved = predict(problem, question.setting(problem.trace.meta))
-    limit, _ = question.limit(saved)
+    saved = predict(problem, asks.setting(problem.trace.meta))
+    limit, _ = asks.limit(saved)
     assert limit is not None
-    questions = (replace(question, planner=planner) for planner in chosen)
-    rows = [row_of(ask(problem, one, say=say, refusals=(LowtideError,))) for one in questions]
+    questions = (replace(asks, planner=planner) for planner in chosen)
+    rows = [row_of(ask(problem, one, say=progress, refusals=(LowtideError,))) for one in questions]
     bound, kept = lower_bound(problem, limit), saved.saved
     told, best = bound.to_json(), next((row for row in ranked(rows) if row.feasible), None)
     found = "no plan" if best is None else f"{best.planner} {best.overhead_percent:+.2f} %"
     return Study(
         problem=problem,
-        trace_name=trace_name,
+        trace_name=name,
         rows=tuple(rows),
         data={
-            **asked(problem, trace_name, saved.setting),
+            **asked(problem, name, saved.setting),
             "budget_bytes": limit,
             "feasible": best is not None,
             "baseline": baseline(problem, kept, saved.setting),
@@ -58,7 +76,7 @@ def compare(
             "warnings": texts_of(problem),
             "planners": rows_json(rows, KEYS),
         },
-        words=f"{trace_name}: budget {show_bytes(limit)} of {show_bytes(kept.timeline.peak_allocated_bytes)}, step "
+        words=f"{name}: budget {show_bytes(limit)} of {show_bytes(kept.timeline.peak_allocated_bytes)}, step "
         f"{show_time(kept.timeline.step_time_ns)}; bound: {bound.least() if bound.feasible else bound.reason}",
         short=f"{problem.trace.meta.model} within {show_bytes(limit)}: {found}, of {len(rows)} planners",
         table=table(

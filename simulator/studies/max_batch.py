@@ -8,16 +8,17 @@ batch fit where a smaller one does not; such islands beyond the first boundary a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Unpack
 
 from simulator.allocator.device import CPU, DeviceMemory, kind_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Say, ask, completed, silent
 from simulator.prediction.levers import lower_bound, lowest_floor
-from simulator.prediction.question import Question
+from simulator.prediction.question import DEVICE, Device, Question, Words, question
 from simulator.prediction.step import Prediction, predict, untouched_fit
 from simulator.prediction.warnings import provenance, texts_beside_untouched
 from simulator.show.notebook import framed
@@ -27,7 +28,6 @@ from simulator.studies.tracing import Traced
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, RESERVED
-from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
 FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it
@@ -204,7 +204,6 @@ class _Search:
     """All that is known so far about each batch size."""
 
     request: Request
-    load: Callable[[int], Trace]
     say: Say
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
@@ -215,13 +214,14 @@ class _Search:
 
     def traced(self, batch_size: int) -> Prediction:
         """The step with everything saved, which is an empty plan's."""
-        trace, device, question = self.load(batch_size), self.request.device, self.request.question
+        device, asks = self.request.device, self.request.question
+        trace = self.request.traced.at(batch_size, self.say)
         if kind_of(trace.meta) != device.kind:
             raise SpecError(
                 f"the trace holds the graph of a {kind_of(trace.meta).upper()}, and {device.name} is a "
                 f"{device.kind.upper()}; leave --target and --device to --gpu."
             )
-        return completed(predict(Problem(trace, question.constraints), question.setting(trace.meta)))
+        return completed(predict(Problem(trace, asks.constraints), asks.setting(trace.meta)))
 
     def without(self, batch_size: int) -> Verdict:
         """Return whether the untouched model's step fits."""
@@ -270,20 +270,20 @@ class _Search:
 
     def _plan(self, c: Prediction, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
-        question, price = self.request.question, self.request.overhead_percent
+        asks, price = self.request.question, self.request.overhead_percent
         if probe.baseline_fits:  # the captured graph alone makes room
             probe = replace(probe, plan=probe.baseline, overhead_percent=0.0, plan_fits=True)
             return self._saved(probe, c), _over(0.0, price)
         none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
             return none, 0.0
-        bound = lower_bound(c.problem, self.request.device.usable_bytes, question.levers)
+        bound = lower_bound(c.problem, self.request.device.usable_bytes, asks.levers)
         least = bound.overhead_percent
         if not bound.feasible:
             return none, SLIGHTLY
         if least > price:
             return replace(none, overhead_percent=least, message=bound.least()), _over(least, price)
-        answer = ask(c.problem, question)
+        answer = ask(c.problem, asks)
         if answer.found is None:
             refused = answer.refusal
             lowest = refused.figures.get("lowest_peak_bytes") if isinstance(refused, Infeasible) else None
@@ -307,19 +307,48 @@ def _over(cost: float, price: float) -> float:
     return cost / price - 1 if price else cost
 
 
-def max_batch(request: Request, load: Callable[[int], Trace] | None = None, say: Say = silent) -> MaxBatch:
-    """Search for both batch sizes.
+def max_batch(
+    model: str,
+    device: Device | None = None,
+    *,
+    budget_overhead_percent: float = 30.0,
+    directory: str | Path | None = None,
+    multiple_of: int = 1,
+    maximum: int = 65536,
+    trace_options: Sequence[str] = (),
+    progress: Say = silent,
+    **words: Unpack[Words],
+) -> MaxBatch:
+    """The largest batch of a model that fits a device, without a plan and with one.
 
     Args:
-        load: the trace of the model at a batch size, asked once for each; None: the one that `trace` makes.
-        say: told one line about each probe.
+        model: a name of `trace models`, or `file.py:function`; `trace` runs in processes of its own.
+        device: as for `simulate`; a size alone is of a CPU's memory. On a GPU reserved memory must fit.
+        budget_overhead_percent: what a plan may add to the time of a step.
+        directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
+        multiple_of, maximum: of the batch sizes that are tried.
+        trace_options: further words for `trace`, such as ["--seq-len", "512"].
+        words: as for `plan`; `seconds` is for each plan.
+
+    Returns:
+        both batch sizes (0: not even the smallest fits) and everything that was tried.
+
+    Raises:
+        SpecError: no such device or planner.
+        LowtideError: the model cannot be traced; with what `trace` said.
     """
+    request = Request(
+        traced=Traced.of(model, directory, "max-batch", trace_options),
+        question=question(DEVICE, device, **words),
+        overhead_percent=budget_overhead_percent,
+        multiple_of=multiple_of,
+        maximum=maximum,
+    )
     request, step = request.targeted(), request.multiple_of
     top = request.maximum // step * step
     if top < step:
         raise SpecError(f"--max {request.maximum}: there is no multiple of {step} up to it.")
-    traced = request.traced
-    search = _Search(request=request, load=load or (lambda size: traced.at(size, say)), say=say)
+    search = _Search(request=request, say=progress)
     first = min(top, -(-FIRST // step) * step)
     without = with_plan = boundary(search.without, first=first, step=step, top=top)
     if without < top:

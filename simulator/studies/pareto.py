@@ -10,17 +10,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
+from simulator.api import Source, problem_of
 from simulator.bounds.bound import bound_curve, bounder_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import Answer, Say, ask
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Answer, Say, ask, silent
+from simulator.prediction.question import Device, Question, Words, question
 from simulator.prediction.warnings import texts_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
-from traces.errors import UnfinishedError
+from traces.errors import SpecError, UnfinishedError
 from traces.records.plan import ALLOCATED, Plan
 from traces.units import show_bytes, show_percent, show_time
 
@@ -34,23 +35,42 @@ KEYS: Final = (
 )  # fmt: skip
 
 
-def pareto(problem: Problem, trace_name: str, question: Question, points: int, say: Say) -> Study[Row]:
-    """The front with so many budgets, evenly from the floor to the peak with everything saved.
+def pareto(
+    trace: Source,
+    points: int = 20,
+    *,
+    device: Device | None = None,
+    name: str = "",
+    progress: Say = silent,
+    **words: Unpack[Words],
+) -> Study[Row]:
+    """The whole front of one trace: what each GiB costs.
 
-    The question's seconds are for the whole front. Most budgets are easy, so each plan may take twice an equal share of
+    Args:
+        points: number of budgets (at least 2), evenly from the floor to the peak with everything saved.
+        device, name, words: as for `compare`; `seconds` is for the whole front.
+
+    Returns:
+        a row for each budget with the cheapest plan, the certified bound and the price of a GiB; and the `plans`.
+
+    Most budgets are easy, so each plan may take twice an equal share of
     them as long as there is time: the same for each, so that equal seeds make equal fronts.
 
     A budget for which the planner does not end in time is said to be so, and the others stand. Budgets that the time
     does not reach are left out, every second one first; the two ends are always there.
 
     Raises:
-        SpecError: the planner cannot plan this trace at all.
+        SpecError: no such planner, selector or device, or the planner cannot plan this trace at all.
     """
+    if points < 2:
+        raise SpecError(f"{points} points: a front has two at least.")
+    asks = question(None, device, **words).of_planner()
+    problem = problem_of(trace, asks.constraints)
     start = time.perf_counter()
     least, most = bounder_of(problem).floor.peak_bytes, problem.saved.timeline.peak_allocated_bytes
-    question = replace(question.of_planner(), budget=most, budget_of=ALLOCATED)
+    asks = replace(asks, budget=most, budget_of=ALLOCATED)
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
-    limits = question.limits.together()
+    limits = asks.limits.together()
     clock = limits.clock()
     made: dict[int, Answer] = {}
     # The ends first, then ever finer between them: should the time run out, the front is coarse and not cut off.
@@ -59,11 +79,11 @@ def pareto(problem: Problem, trace_name: str, question: Question, points: int, s
             told = (
                 f"{k} of {len(budgets)} budgets were planned in {limits.seconds:g} s; the others are left out"
             )
-            say(told)
+            progress(told)
             break
-        say(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
+        progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
         share = replace(limits, seconds=2 * limits.seconds / len(budgets))
-        one = replace(question, budget=budget, limits=share)
+        one = replace(asks, budget=budget, limits=share)
         made[budget] = ask(problem, one, refusals=(Infeasible, UnfinishedError))
     budgets = sorted(made)
     rows: list[Row] = []
@@ -81,19 +101,19 @@ def pareto(problem: Problem, trace_name: str, question: Question, points: int, s
             given["bound_overhead_percent"] = bound.overhead_percent
             given["bound_price_ns_per_gib"] = round(bound.price_ns * GIB / bound.price_bytes)
         rows.append(row_of(row, pick, **given))
-    return _front(problem, trace_name, question, _priced(rows), plans, time.perf_counter() - start)
+    return _front(problem, name, asks, _priced(rows), plans, time.perf_counter() - start)
 
 
 def _front(
     problem: Problem,
     trace_name: str,
-    question: Question,
+    asks: Question,
     rows: tuple[Row, ...],
     plans: list[Plan | None],
     seconds: float,
 ) -> Study[Row]:
-    meta, kept, setting = problem.trace.meta, problem.saved, question.setting(problem.trace.meta)
-    floor_bytes, planner = bounder_of(problem).floor.peak_bytes, question.planner_name
+    meta, kept, setting = problem.trace.meta, problem.saved, asks.setting(problem.trace.meta)
+    floor_bytes, planner = bounder_of(problem).floor.peak_bytes, asks.planner_name
     reached = [row.peak_allocated_bytes for row in rows if row.peak_allocated_bytes is not None]
     reach = f"down to {show_bytes(reached[0])}" if reached else "no plan"
     late = [show_bytes(row.budget_bytes) for row in reversed(rows) if not row.finished]

@@ -15,8 +15,6 @@ from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import segmentations, split
-from simulator.prediction.ask import silent
-from simulator.prediction.question import Question
 from simulator.studies.pareto import pareto
 from tests.strategies import traces
 from tests.tiny import chain
@@ -37,7 +35,7 @@ def alone_for(of: Trace, budget_bytes: int) -> tuple[Plan | None, str]:
 @settings(max_examples=150, deadline=None)
 @given(of=traces(max_forward=12, max_backward=12))
 def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Trace) -> None:
-    done = pareto(Problem(of), "t", Question(planner="mu-two", limits=NO_LIMIT), 6, silent)
+    done = pareto(of, 6, planner="mu-two", seconds=1e6)
     times = [p.step_time_ns for p in done.rows if p.step_time_ns is not None]
     assert times == sorted(times, reverse=True)
     for point, plan in zip(done.rows, done.plans, strict=True):

@@ -20,9 +20,9 @@ from simulator.prediction import choose, levers
 from simulator.prediction.ask import ask
 from simulator.prediction.choose import Changed, Chooser, Worth, changed_steps, climb
 from simulator.prediction.levers import left_out, lower_bound, lowest_floor, plan_with_levers
-from simulator.prediction.question import DEVICE, Question
+from simulator.prediction.question import Question
 from simulator.studies.levers import study
-from simulator.studies.max_batch import MaxBatch, Request, max_batch
+from simulator.studies.max_batch import MaxBatch, max_batch
 from simulator.studies.tracing import Traced
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError, TraceError
@@ -285,14 +285,15 @@ def test_the_study_says_how_far_each_lever_reaches() -> None:
     assert tiled.bound_overhead_percent is not None
 
 
-def test_a_larger_batch_fits_with_the_loss_head_in_tiles(tmp_path: Path) -> None:
+def test_a_larger_batch_fits_with_the_loss_head_in_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Traced, "at", lambda self, size, say: head(size))
+
     def largest(allow: str) -> MaxBatch:
         device = DeviceMemory(name="d", kind="cpu", memory_bytes=2000)
-        asked = Question(
-            budget=DEVICE, device=lambda kind: device, limits=SECONDS, levers=Levers(allow=allow)
-        )
-        traced = Traced(model="m", directory=tmp_path)
-        return max_batch(Request(traced=traced, question=asked, overhead_percent=200.0), head)
+        words = {"seconds": SECONDS.seconds, "allow": allow, "budget_overhead_percent": 200.0}
+        return max_batch("m", device, directory=tmp_path, **words)
 
     # Without: w 8, x 8, z and gz 400 each, loss or g 4: 820 for one example, 1,636 for two.
     assert largest("bit").with_plan == 2

@@ -20,8 +20,7 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.prediction.ask import Say
-from simulator.prediction.question import DEVICE, Question
-from simulator.studies.max_batch import MaxBatch, Request, Verdict, boundary, max_batch
+from simulator.studies.max_batch import MaxBatch, Verdict, boundary, max_batch
 from simulator.studies.tracing import Traced
 from tests import tiny
 from tests.synthetic import resnet
@@ -94,13 +93,13 @@ def load_gpu(batch: int) -> Trace:
     return replace(of, meta=replace(of.meta, device="cuda", target="A100-40"))
 
 
-def request(tmp_path: Path, memory_bytes: int, kind: str = "cpu", **more: Any) -> Request:
+def found_in(
+    tmp_path: Path, memory_bytes: int, load: Callable[[int], Trace], kind: str = "cpu", **more: Any
+) -> MaxBatch:
     device = DeviceMemory(name="d", kind=kind, memory_bytes=memory_bytes)
-    return Request(
-        traced=Traced(model="m", directory=tmp_path),
-        question=Question(budget=DEVICE, planner="mu-two", device=lambda kind: device),
-        **{"overhead_percent": 30.0, **more},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Traced, "at", lambda self, size, say: load(size))
+        return max_batch("m", device, directory=tmp_path, **{"planner": "mu-two", **more})
 
 
 def cheapest(of: Trace, budget: int) -> float | None:
@@ -115,7 +114,7 @@ def cheapest(of: Trace, budget: int) -> float | None:
 
 def test_the_largest_batch_on_a_cpu_is_the_one_of_all(tmp_path: Path) -> None:
     memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
-    found = max_batch(request(tmp_path, memory), load)
+    found = found_in(tmp_path, memory, load)
     assert found.without_plan == 20
     # By trying them all: the first batch whose plan costs too much, or that has none.
     b = 21
@@ -138,7 +137,7 @@ def test_the_largest_batch_on_a_cpu_is_the_one_of_all(tmp_path: Path) -> None:
 def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     of = load_gpu(20)
     memory = reserved_peak(Problem(of), build(Problem(of))).peak_reserved_bytes
-    found = max_batch(request(tmp_path, memory, "cuda"), load_gpu)
+    found = found_in(tmp_path, memory, load_gpu, "cuda")
     fits = {p.batch_size: p.fits for p in found.probes}
     assert fits[found.without_plan]
     assert not fits[found.without_plan + 1]
@@ -164,7 +163,7 @@ def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:
     graph = 20  # the largest batch whose graph fits
     while needs(graph + 1) <= memory:
         graph += 1
-    found = max_batch(request(tmp_path, memory, overhead_percent=0.0), counted)
+    found = found_in(tmp_path, memory, counted, budget_overhead_percent=0.0)
     assert (found.without_plan, found.with_plan) == (20, graph)
     best, kept = found.probe(20), found.probe(graph)
     assert best is not None
@@ -185,7 +184,7 @@ def test_an_untouched_model_that_needs_less_than_its_graph_may_be_larger(tmp_pat
         of = load(batch)
         return replace(of, meta=replace(of.meta, untouched_peak_bytes=1000 * batch))
 
-    found = max_batch(request(tmp_path, 1000 * 64 + 999), counted)
+    found = found_in(tmp_path, 1000 * 64 + 999, counted)
     assert found.without_plan == 64
     assert found.with_plan >= 64
 
@@ -201,7 +200,7 @@ def test_on_a_gpu_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> No
         return replace(made, meta=replace(made.meta, device="cuda", options={"batch_size": batch}))
 
     # Segments of 20 MiB a sample, and x's: the graph takes (b + 1) of 20 MiB, the untouched model (2 b + 1).
-    found = max_batch(request(tmp_path, 9 * 20 * MIB, "cuda"), step)
+    found = found_in(tmp_path, 9 * 20 * MIB, step, "cuda")
     assert (found.without_plan, found.with_plan) == (4, 8)
     best = found.probe(4)
     assert best is not None
@@ -211,20 +210,20 @@ def test_on_a_gpu_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> No
 
 def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:
     memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
-    eights = max_batch(request(tmp_path, memory, multiple_of=8, overhead_percent=0.0), load)
+    eights = found_in(tmp_path, memory, load, multiple_of=8, budget_overhead_percent=0.0)
     assert (eights.without_plan, eights.with_plan) == (16, 16)
     assert all(p.batch_size % 8 == 0 for p in eights.probes)
-    small = max_batch(request(tmp_path, memory, maximum=5), load)
+    small = found_in(tmp_path, memory, load, maximum=5)
     assert (small.without_plan, small.with_plan, small.stopped_at_maximum) == (5, 5, True)
-    nothing = max_batch(request(tmp_path, 1000), load)
+    nothing = found_in(tmp_path, 1000, load)
     assert (nothing.without_plan, nothing.with_plan) == (0, 0)
     with pytest.raises(SpecError, match="no multiple"):
-        max_batch(request(tmp_path, memory, multiple_of=8, maximum=7), load)
+        found_in(tmp_path, memory, load, multiple_of=8, maximum=7)
 
 
 def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="graph of a CPU"):
-        max_batch(request(tmp_path, 1 << 40, "cuda"), load)
+        found_in(tmp_path, 1 << 40, load, "cuda")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,14 +231,15 @@ def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    seen: list[Request] = []
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The words that `trace` is given for each probe."""
+    seen: list[tuple[str, ...]] = []
 
-    def search(asked: Request, say: Say) -> MaxBatch:
-        seen.append(asked.targeted())
-        return max_batch(asked, load_gpu if asked.device.kind == "cuda" else load, say)
+    def at(self: Traced, size: int, say: Say) -> Trace:
+        seen.append(self.words)
+        return load_gpu(size) if {"--target", "--device"} & {*self.words} else load(size)
 
-    monkeypatch.setattr("simulator.studies.max_batch.max_batch", search)
+    monkeypatch.setattr(Traced, "at", at)
     return seen
 
 
@@ -247,7 +247,7 @@ def command(*words: object) -> Result:
     return CliRunner().invoke(main, ["max-batch", *(str(w) for w in words)], prog_name="simulate")
 
 
-def test_the_command(traced: list[Request], tmp_path: Path) -> None:
+def test_the_command(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
     memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
     words = ("m", "--memory", memory, "--image-size", "32", "--amp=bf16", "-o", tmp_path / "out")
     result = command(*words, "--json")
@@ -256,7 +256,7 @@ def test_the_command(traced: list[Request], tmp_path: Path) -> None:
     assert said == json.loads((tmp_path / "out" / "max-batch.json").read_text("utf-8"))
     assert said["without_plan"]["batch_size"] == 20
     assert said["with_plan"]["plan"]["peak_allocated_bytes"] <= memory
-    assert traced[0].traced.words == ("--image-size", "32", "--amp=bf16")
+    assert traced[0] == ("--image-size", "32", "--amp=bf16")
     text = command(*words).stdout
     assert "without a plan: batch 20" in text
     assert f"batch {said['with_plan']['batch_size']} at +" in text
@@ -264,7 +264,7 @@ def test_the_command(traced: list[Request], tmp_path: Path) -> None:
     assert not command(*words, "-q").stderr
 
 
-def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[Request], tmp_path: Path) -> None:
+def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
     words = ("m", "--gpu", "a100-40", "--max", "16", "-o", tmp_path / "out")
     result = command(*words, "--alloc-conf", "expandable_segments:True", "--json")
     assert result.exit_code == 0
@@ -272,14 +272,14 @@ def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[Request], tmp_path
     assert (said["stopped_at_maximum"], said["alloc_conf"]) == (True, "expandable_segments:True")
     device = said["device_memory"]
     assert device["reserve_bytes"] == device["memory_bytes"] * 2 // 100
-    assert traced[0].traced.words == ("--target", "A100-40")
-    command(*words, "--device", "cuda", "--reserve", "0")
-    assert traced[1].traced.words == ("--device", "cuda")
-    assert traced[1].device.reserve_bytes == 0
+    assert traced[0] == ("--target", "A100-40")
+    said = json.loads(command(*words, "--device", "cuda", "--reserve", "0", "--json").stdout)
+    assert traced[-1] == ("--device", "cuda")
+    assert said["device_memory"]["reserve_bytes"] == 0
     assert "--max tries more" in command(*words).stdout
 
 
-def test_when_nothing_fits(traced: list[Request], tmp_path: Path) -> None:
+def test_when_nothing_fits(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
     result = command("m", "--memory", "1KiB", "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert "does not fit" in result.stderr
@@ -297,7 +297,7 @@ def test_when_nothing_fits(traced: list[Request], tmp_path: Path) -> None:
         (("m", "--gpu", "nothing"), "unknown"),
     ],
 )
-def test_input_that_makes_no_sense(traced: list[Request], words: tuple[str, ...], says: str) -> None:
+def test_input_that_makes_no_sense(traced: list[tuple[str, ...]], words: tuple[str, ...], says: str) -> None:
     result = command(*words)
     assert result.exit_code == 2
     assert says in result.stderr

@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from simulator.api import compare
+from simulator import compare
 from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Levers, Limits

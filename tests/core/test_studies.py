@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from simulator import bound, compare, pareto
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
-from simulator.api import bound, compare, pareto
 from simulator.cli.main import main
 from simulator.core.limits import Constraints, Limits
 from simulator.core.problem import Problem
