@@ -46,7 +46,7 @@ def test_constraints_and_planners_by_name_or_place(trace: Trace) -> None:
     never = plan(trace, "85%", planner="mu-two", never=["layer1 ::"])
     assert (never.planner, never.constraints) == ("mu-two", {"never": ["layer1 ::"]})
     assert not {a.module for a in never.actions if a.module.startswith("layer1")}
-    assert plan(trace, "85%", planner="tests.bench.baselines.min_cut:plan").planner == "min-cut"
+    assert plan(trace, "85%", planner="simulator.planners.mu_two:plan").planner == "mu-two"
     assert bound(trace, "85%").added_time_ns <= bound(trace, "85%", never=["layer1 ::"]).added_time_ns
     with pytest.raises(SpecError, match="nothing"):
         plan(trace, "85%", never=["nothing ::"])

@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 from simulator.bounds.bound import bounder_of
 from simulator.bounds.instants import TURN
 from simulator.core.evaluator import Evaluator
-from simulator.core.limits import Limits
 from simulator.core.problem import Problem
-from simulator.planners import plan_with
 from simulator.planners.greedy import Search
-from simulator.planners.outcome import Infeasible
 from simulator.planners.search import best_cut, states
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
@@ -82,8 +79,7 @@ def test_a_plan_from_cuts_costs_what_the_bound_says() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(of=traces(), percent=st.integers(20, 100))
-def test_the_default_is_never_worse_than_cuts(of: Trace, percent: int) -> None:
-    """`best_cut` keeps to the budget, `min-cut` is one of what it looks at or is beaten by the search that follows."""
+def test_a_plan_from_cuts_keeps_to_the_budget(of: Trace, percent: int) -> None:
     problem = Problem(of)
     budget_bytes = Problem(of).saved.timeline.peak_allocated_bytes * percent // 100
     found = best_cut(Search(problem, budget_bytes), bounder_of(problem).bound(budget_bytes), 0)
@@ -91,10 +87,3 @@ def test_the_default_is_never_worse_than_cuts(of: Trace, percent: int) -> None:
         peak_bytes, time_ns = Evaluator(problem).cost(found.state)
         assert peak_bytes <= budget_bytes
         assert time_ns == found.time_ns
-    try:
-        cut = plan_with("tests.bench.baselines.min_cut:plan", Problem(of), budget_bytes, Limits(seconds=60))
-    except Infeasible:
-        return
-    ours = plan_with("search", Problem(of), budget_bytes, Limits(seconds=60))
-    times = [Problem(of).replay(plan.actions).timeline.step_time_ns for plan in (ours, cut)]
-    assert times[0] <= times[1]

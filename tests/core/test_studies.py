@@ -30,7 +30,7 @@ from traces.records.plan import ALLOCATED, Action, Plan
 from traces.records.store import save
 from traces.records.trace import Trace
 
-BASELINE = "tests.bench.baselines.min_cut:plan"
+BASELINE = "simulator.planners.mu_two:plan"
 CONF = "expandable_segments:True"
 
 
