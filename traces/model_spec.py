@@ -64,9 +64,4 @@ def short_name(model: str) -> str:
 def source_digest(model: str) -> str:
     """A digest of the user's own file, so that editing it makes another model; empty where there is none."""
     path = source_file(model)
-    return file_digest(path) if path is not None else ""
-
-
-def file_digest(path: Path) -> str:
-    """A digest of a file; empty if there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path and path.is_file() else ""

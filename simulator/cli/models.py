@@ -10,7 +10,9 @@ import click
 
 from simulator.cli.options import (
     ALLOC_CONF,
+    BUDGET,
     BUDGET_OF,
+    DEVICE,
     LEVERS,
     PLANNER,
     SEARCH,
@@ -27,19 +29,11 @@ from traces.commands import Output, Refused
 from traces.errors import BudgetError, SpecError
 
 DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is meant to have
-BUDGET = click.option(
-    "--budget",
-    required=True,
-    help="Memory limit, as in `simulate TRACE`; a share is of each batch's own peak.",
+RESERVE = click.option(
+    "--reserve",
+    metavar="SIZE",
+    help="Memory to keep free, a size or a share (default: 2% of a GPU, none of a CPU).",
 )
-DEVICE = (
-    click.option("--gpu", metavar="NAME", help="Device of `trace targets`, such as a100-40 or cpu."),
-    click.option("--device-memory", "--memory", "memory", metavar="SIZE",
-                 help="Memory of the device; without --gpu, of a CPU."),
-    click.option("--context", metavar="SIZE", help="Memory of a GPU that the CUDA context takes (assumed: 512MiB)."),
-    click.option("--reserve", metavar="SIZE",
-                 help="Memory to keep free, a size or a share (default: 2% of a GPU, none of a CPU)."),
-)  # fmt: skip
 
 
 @click.command("sweep", context_settings={"ignore_unknown_options": True})
@@ -99,7 +93,7 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 )
 @click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
               help="Largest batch size to try.")  # fmt: skip
-@asking(*DEVICE, ALLOC_CONF, PLANNER, *SEARCH, *LEVERS)
+@asking(*DEVICE, RESERVE, PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
               help="Directory of the result (default: MODEL-max-batch).")  # fmt: skip
 @answer_options

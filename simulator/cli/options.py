@@ -18,7 +18,9 @@ Words = dict[
 ]  # of a question, by the names that `simulator.prediction.question.question` has for them
 
 BUDGET: Final = click.option(
-    "--budget", required=True, help="Memory limit: bytes, a size such as 8GiB, or a share such as 60%."
+    "--budget",
+    required=True,
+    help="Memory limit: bytes, a size such as 8GiB, or a share such as 60% of each step's own peak.",
 )
 BUDGET_OF: Final = click.option(
     "--budget-of",
@@ -63,9 +65,9 @@ ALLOC_CONF: Final = click.option(
     help="Simulate this PYTORCH_ALLOC_CONF, such as expandable_segments:True. For traces of a GPU.",
 )
 DEVICE: Final = (
-    click.option("--gpu", metavar="NAME", help="Say whether it fits this device of `trace targets`, such as a100-40."),
-    click.option("--device-memory", "memory", metavar="SIZE",
-                 help="Say whether it fits a device of this size, such as 40GiB."),
+    click.option("--gpu", metavar="NAME", help="Device to fit, one of `trace targets`, such as a100-40."),
+    click.option("--device-memory", "--memory", "memory", metavar="SIZE",
+                 help="Memory of the device to fit, such as 40GiB."),
     click.option("--context", metavar="SIZE",
                  help="Memory of the device that the CUDA context takes (assumed: 512MiB)."),
     ALLOC_CONF,

@@ -1,11 +1,11 @@
 """Runs `trace`, the one other command that simulate starts, and uses a trace again while it is what would be made.
 
-Beside each trace lies a stamp of all that the command's result depends on, so that a trace that went stale is noticed.
+Beside each trace lies a stamp of the command, the user's file and the versions, so that a trace that went stale is
+noticed; what was measured of a device since then is not looked at.
 """
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,9 +18,8 @@ from simulator.prediction.ask import Say
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
 from traces.files.whole import write_text
-from traces.model_spec import file_digest, short_name, source_digest
+from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
-from traces.records.device_profile import cache_directory
 from traces.records.store import load
 from traces.records.trace import Trace
 
@@ -60,8 +59,7 @@ def ensure_trace(model: str, batch_size: int, words: Sequence[str], directory: P
         return
     say(f"batch {batch_size}: tracing")
     run_trace([*words, "-o", str(directory), "--force"], f"batch {batch_size}")
-    made = stamp(model, words)  # with what was added to the profile meanwhile
-    write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
+    write_text(note, canonical_json({**stamp(model, words), "fingerprint": _fingerprint(directory)}) + "\n")
 
 
 def run_trace(words: Sequence[str], what: str) -> None:
@@ -87,13 +85,8 @@ def _fingerprint(directory: Path) -> str:
 
 
 def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:
-    """The command, the user's own file, the versions that are installed here, and the device profiles."""
-    return {
-        "command": list(words),
-        "source": source_digest(model),
-        "versions": versions(),
-        "profiles": _profiles(words),
-    }
+    """The command, the user's own file, and the versions that are installed here."""
+    return {"command": list(words), "source": source_digest(model), "versions": versions()}
 
 
 def versions() -> dict[str, str]:
@@ -114,24 +107,3 @@ def same(made: dict[str, Any], now: dict[str, Any]) -> bool:
     if not now["versions"]:
         made = {**made, "versions": {}}
     return made == now
-
-
-def _profiles(words: Sequence[str]) -> str:
-    """A digest of the profiles that the command may read; empty if it reads none."""
-    # Measured: profiles are written only.
-    if "--no-profile" in words or _value(words, "--device") is not None:
-        return ""
-    named = _value(words, "--profile")
-    paths = sorted(cache_directory().glob("*.profile.json")) if named is None else [Path(named)]
-    parts = [file_digest(path) for path in paths]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if parts else ""
-
-
-def _value(words: Sequence[str], option: str) -> str | None:
-    """Return what stands after an option, or behind its =; the last one counts."""
-    found = None
-    for k, word in enumerate(words):
-        key, equals, value = word.partition("=")
-        if key == option:
-            found = value if equals else words[k + 1] if k + 1 < len(words) else ""
-    return found

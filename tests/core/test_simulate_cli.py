@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from simulator.studies.sweep import Sweep, sweep
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
 from traces.errors import LowtideError
-from traces.records import device_profile as profile
 from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
 from traces.records.store import load, save
@@ -274,52 +272,6 @@ def test_another_torch_makes_a_new_trace(
     note.write_text(json.dumps(older))
     assert runs(torch="2.12.1", transformers="5.2") == 1
     assert runs(torch="2.12.1", transformers="5.2") == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "again"),
-    [
-        ((), True),
-        (("--target=cpu",), True),
-        (("--target", "h200"), True),
-        (("--device", "cpu"), False),  # which is measured
-        (("--no-profile",), False),
-        (("--profile", "mine.json"), False),
-    ],
-)
-def test_another_device_profile_makes_a_new_trace(
-    options: tuple[str, ...], again: bool, tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    identity = profile.Identity(device="a cpu", kind="cpu", target="cpu", torch_version="2.13.0", flags={})
-    entry = profile.Entry(
-        events=(4,),
-        time_ns=3,
-        samples=1,
-        provenance=profile.MEASURED_CPU,
-    )
-
-    def runs() -> int:
-        before = len(tracer.commands)
-        ensure(tmp_path / "t", "m", *options)
-        return len(tracer.commands) - before
-
-    def measured(path: Path, time_ns: int) -> None:
-        found = profile.DeviceProfile(identity=identity, entries={"s": replace(entry, time_ns=time_ns)})
-        found.save(path)
-
-    own = profile.cache_directory() / identity.file_name
-    measured(tmp_path / "mine.json", 3)
-    assert runs() == 1
-    measured(own, 3)
-    assert runs() == again
-    measured(own, 3)
-    assert runs() == 0
-    measured(own, 4)
-    assert runs() == again
-    measured(tmp_path / "mine.json", 4)
-    assert runs() == ("--profile" in options)
 
 
 @pytest.mark.parametrize("function", [":build", ""])
