@@ -1,4 +1,4 @@
-"""Write and read one Parquet table with a JSON header, checking names, types and empty cells on the way.
+"""Write and read one Parquet table of a trace with its JSON header, checking names, types and empty cells on the way.
 
 pyarrow imports pandas by itself in most of its convenience functions; the reader here uses only
 `ParquetFile(...).read()`, which does not, and the writer makes columns from buffers, so that commands start quickly.
@@ -10,7 +10,6 @@ import itertools
 import json
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,20 +19,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 META_KEY: Final = b"lowtide"
+RECORD: Final = "trace"  # what the header calls itself
+AGAIN: Final = "record the trace again with `trace`."
+LATER: Final = ("arguments",)  # text that older files lack: then every cell is ""
 TEXT, INT, ID, IDS, INTS = "text", "int64", "int32", "list<int32>", "list<int64>"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """One kind of table: what its header calls itself, its version, its columns, and what to do about a bad file."""
-
-    record: str
-    noun: str  # "a trace"
-    version_key: str
-    version: int
-    columns: dict[str, str]  # name -> TEXT, INT, ID, IDS or INTS
-    again: str  # the last words of every refusal
-    later: tuple[str, ...] = ()  # TEXT columns that files of this version may lack: then every cell is ""
 
 
 def arrow_type(kind: str) -> pa.DataType:
@@ -49,14 +38,14 @@ def arrow_type(kind: str) -> pa.DataType:
     }[kind]
 
 
-def write(path: Path, form: Format, header: dict[str, Any], values: dict[str, Any]) -> None:
-    """Write a table; `values` has one sequence a column."""
+def write(path: Path, columns: dict[str, str], header: dict[str, Any], values: dict[str, Any]) -> None:
+    """Write a table; `values` has one sequence a column, `columns` its kind."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text = json.dumps({"record": form.record, **header}, sort_keys=True).encode()
-    arrays = [_array(values[c], k) for c, k in form.columns.items()]
-    schema = pa.schema([(c, arrow_type(k)) for c, k in form.columns.items()], metadata={META_KEY: text})
+    text = json.dumps({"record": RECORD, **header}, sort_keys=True).encode()
+    arrays = [_array(values[c], k) for c, k in columns.items()]
+    schema = pa.schema([(c, arrow_type(k)) for c, k in columns.items()], metadata={META_KEY: text})
     pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path, compression="zstd")
 
 
@@ -79,52 +68,47 @@ def _array(values: Sequence[Any], kind: str) -> pa.Array:
     return pa.Array.from_buffers(arrow_type(kind), len(values), [None, offsets], children=[inside])
 
 
-def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """The header, and the columns. Raises TraceError if the file is missing, no Parquet, or another record or version,
-    or a column is missing, is there twice, has another type, or has empty cells.
+def read(path: Path, columns: dict[str, str]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The header, and the columns. Raises TraceError if the file is missing, no Parquet, or no trace's, or a column is
+    missing, is there twice, has another type, or has empty cells.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.is_file():
-        raise TraceError(f"{path}: {'a directory' if path.is_dir() else 'missing'}; {form.again}")
+        raise TraceError(f"{path}: {'a directory' if path.is_dir() else 'missing'}; {AGAIN}")
     try:
         with pq.ParquetFile(path) as file:
-            header, schema = _header(path, form, file.schema_arrow), file.schema_arrow
-            for column, kind in form.columns.items():
-                if (times := schema.names.count(column)) != 1 and (times or column not in form.later):
+            header, schema = _header(path, file.schema_arrow), file.schema_arrow
+            for column, kind in columns.items():
+                if (times := schema.names.count(column)) != 1 and (times or column not in LATER):
                     raise TraceError(
-                        f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {form.again}"
+                        f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {AGAIN}"
                     )
                 if times and schema.field(column).type != arrow_type(kind):
                     raise TraceError(
-                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
+                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {AGAIN}"
                     )
-            there = [c for c in form.columns if c in schema.names]
+            there = [c for c in columns if c in schema.names]
             table = file.read(columns=there)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise TraceError(f"{path}: cannot be read as Parquet ({line}); {form.again}") from None
-    values = {c: _column(table.column(c), form.columns[c]) for c in there}
-    values |= {c: ("",) * table.num_rows for c in form.columns if c not in values}
+        raise TraceError(f"{path}: cannot be read as Parquet ({line}); {AGAIN}") from None
+    values = {c: _column(table.column(c), columns[c]) for c in there}
+    values |= {c: ("",) * table.num_rows for c in columns if c not in values}
     for column, items in values.items():
         if any(x is None for x in items):
-            raise TraceError(f"{path}: the column {column!r} has empty cells; {form.again}")
+            raise TraceError(f"{path}: the column {column!r} has empty cells; {AGAIN}")
     return header, values
 
 
-def _header(path: Path, form: Format, schema: pa.Schema) -> dict[str, Any]:
+def _header(path: Path, schema: pa.Schema) -> dict[str, Any]:
     raw = (schema.metadata or {}).get(META_KEY)
     if raw is None:
-        raise TraceError(f"{path}: a Parquet file, but not one of Lowtide's; {form.again}")
+        raise TraceError(f"{path}: a Parquet file, but not one of Lowtide's; {AGAIN}")
     header = json.loads(raw)
-    if not isinstance(header, dict) or header.get("record") != form.record:
-        raise TraceError(f"{path}: its header does not describe {form.noun}; {form.again}")
-    if header.get(form.version_key) != form.version:
-        raise TraceError(
-            f"{path}: {form.version_key.replace('_', ' ')} {header.get(form.version_key)}, and this Lowtide reads "
-            f"{form.version}; {form.again}"
-        )
+    if not isinstance(header, dict) or header.get("record") != RECORD:
+        raise TraceError(f"{path}: its header does not describe a trace; {AGAIN}")
     return header
 
 

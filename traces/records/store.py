@@ -28,18 +28,6 @@ OPS_COLUMNS, STORAGES_COLUMNS, UNTOUCHED_COLUMNS = (
 )
 
 
-def _form(columns: dict[str, str]) -> tables.Format:
-    return tables.Format(
-        record="trace",
-        noun="a trace",
-        version_key="schema_version",
-        version=SCHEMA_VERSION,
-        columns=columns,
-        later=("arguments",),
-        again="record the trace again with `trace`.",
-    )
-
-
 def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     """Write a trace to a new directory, whole or not at all.
 
@@ -73,7 +61,7 @@ def _write(directory: Path, prefix: str, trace: Trace) -> None:
         if table == Untouched():
             continue
         values = {c: getattr(table, c) for c in columns}
-        tables.write(directory / f"{prefix}{file}", _form(columns), header, values)
+        tables.write(directory / f"{prefix}{file}", columns, header, values)
 
 
 def check_place(directory: str | Path, *, force: bool = False) -> None:
@@ -192,10 +180,13 @@ def check_fingerprints(trace: Trace, name: str | Path, *, graph: bool = False) -
 
 
 def _load_table(path: Path, columns: dict[str, str]) -> tuple[TraceMeta, dict[str, Any]]:
-    form = _form(columns)
-    header, values = tables.read(path, form)
+    header, values = tables.read(path, columns)
+    if (version := header.get("schema_version")) != SCHEMA_VERSION:
+        raise TraceError(
+            f"{path}: schema version {version}, and this Lowtide reads {SCHEMA_VERSION}; {tables.AGAIN}"
+        )
     try:
         meta = TraceMeta.from_json(header)
     except ValueError as error:
-        raise TraceError(f"{path}: its header is malformed ({error}); {form.again}") from None
+        raise TraceError(f"{path}: its header is malformed ({error}); {tables.AGAIN}") from None
     return meta, values
