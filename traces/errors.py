@@ -38,10 +38,6 @@ class SpecError(LowtideError):
     """A model name, a build function, an option or a budget does not mean anything."""
 
 
-class UnfinishedError(SpecError):
-    """A search that answers only when it has seen everything did not end in the time that it was given."""
-
-
 class CaptureError(LowtideError):
     """A model's training step could not be captured as a graph."""
 

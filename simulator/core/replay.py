@@ -133,25 +133,14 @@ def replay(facts: Facts, actions: Iterable[Action]) -> Replay:
     return Replay(schedule=schedule, timeline=run(facts, schedule))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """One storage that is allocated at some instant."""
-
-    storage: int
-    nbytes: int
-    category: str
-
-
-def holdings(trace: Trace, schedule: Schedule, step: int) -> tuple[Holding, ...]:
-    """Return what is allocated while `step` runs, outputs included and workspace left out, largest first."""
+def holdings(trace: Trace, schedule: Schedule, step: int) -> list[int]:
+    """The storages that are allocated while `step` runs, its outputs included, largest first."""
     sts = trace.storages
-    present = {s for s, p in enumerate(sts.producer) if p < 0} | schedule.made_by(step)
-    present.discard(schedule.takes[step])
-    created = [s for s in trace.ops.writes[schedule.op[step]] if sts.producer[s] == schedule.op[step]]
-    out = [Holding(storage=s, nbytes=sts.nbytes[s], category=sts.category[s]) for s in present]
+    there = {s for s, p in enumerate(sts.producer) if p < 0} | schedule.made_by(step)
+    there.discard(schedule.takes[step])
     # A recompute step also makes the outputs that nobody asked for, beside those of the same id that are there.
-    out += [Holding(storage=s, nbytes=sts.nbytes[s], category=sts.category[s]) for s in created]
-    return tuple(sorted((h for h in out if h.nbytes), key=lambda h: (-h.nbytes, h.storage)))
+    created = [s for s in trace.ops.writes[schedule.op[step]] if sts.producer[s] == schedule.op[step]]
+    return sorted((s for s in (*there, *created) if sts.nbytes[s]), key=lambda s: (-sts.nbytes[s], s))
 
 
 def by_category(trace: Trace, schedule: Schedule, timeline: Timeline) -> Iterator[dict[str, int]]:

@@ -267,21 +267,21 @@ def holders(trace: Trace, replay: Replay, caption: str = "", most: int = HOLDERS
     """The largest storages that are allocated at the peak."""
     ops, sts = trace.ops, trace.storages
     at = replay.timeline.peak_step
-    there = holdings(trace, replay.schedule, at) if at >= 0 else ()
+    there = holdings(trace, replay.schedule, at) if at >= 0 else []
     shown = there[:most]
     always = Cell("exists throughout the step", tone="quiet")
     made = sts.producer
     return table(
         shown,
         (
-            ("storage", CODE, lambda h: sts.name[h.storage]),
-            ("op", CODE, lambda h: target_text(trace, made[h.storage]) if made[h.storage] >= 0 else always),
-            ("module", CODE, lambda h: ops.module[made[h.storage]] if made[h.storage] >= 0 else ""),
-            ("category", "", lambda h: h.category),
-            ("shape", "", lambda h: shape_text(trace, h.storage)),
-            ("size", "bytes", lambda h: h.nbytes),
+            ("storage", CODE, lambda s: sts.name[s]),
+            ("op", CODE, lambda s: target_text(trace, made[s]) if made[s] >= 0 else always),
+            ("module", CODE, lambda s: ops.module[made[s]] if made[s] >= 0 else ""),
+            ("category", "", lambda s: sts.category[s]),
+            ("shape", "", lambda s: shape_text(trace, s)),
+            ("size", "bytes", lambda s: sts.nbytes[s]),
         ),
-        total=(f"{len(shown)} of {len(there):,} storages", "", "", "", "", sum(h.nbytes for h in shown)),
+        total=(f"{len(shown)} of {len(there):,} storages", "", "", "", "", sum(sts.nbytes[s] for s in shown)),
         caption=caption,
     )
 

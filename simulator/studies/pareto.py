@@ -21,12 +21,9 @@ from simulator.prediction.question import Device, Question, Words, question
 from simulator.prediction.warnings import texts_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
-from traces.errors import SpecError, UnfinishedError
+from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, Plan
-from traces.units import show_bytes, show_percent, show_time
-
-GIB: Final = 2**30
-
+from traces.units import GIB, show_bytes, show_percent, show_time
 
 KEYS: Final = (
     *("budget_bytes", "feasible", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
@@ -56,7 +53,7 @@ def pareto(
     Most budgets are easy, so each plan may take twice an equal share of
     them as long as there is time: the same for each, so that equal seeds make equal fronts.
 
-    A budget for which the planner does not end in time is said to be so, and the others stand. Budgets that the time
+    Budgets that the time
     does not reach are left out, every second one first; the two ends are always there.
 
     Raises:
@@ -84,16 +81,16 @@ def pareto(
         progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
         share = replace(limits, seconds=2 * limits.seconds / len(budgets))
         one = replace(asks, budget=budget, limits=share)
-        made[budget] = ask(problem, one, refusals=(Infeasible, UnfinishedError))
+        made[budget] = ask(problem, one, refusals=(Infeasible,))
     budgets = sorted(made)
     rows: list[Row] = []
     plans: list[Plan | None] = []
     for budget, pick, bound in zip(budgets, cheapest(made), bound_curve(problem, budgets), strict=True):
         row, found = made[budget], None if pick is None else pick.planned
         plans.append(None if found is None else found.plan)
-        late = isinstance(row.refusal, UnfinishedError)
-        given: dict[str, Any] = {"message": ""} if found is not None and not late else {}
+        given: dict[str, Any] = {}
         if found is not None:
+            given["message"] = ""
             given["made_for_bytes"] = pick and pick.budget_bytes
             times = found.planned.timeline.step_time_ns, problem.saved.timeline.step_time_ns
             given["gap_points"] = None if found.plan.rewrites else bound.gap_points(*times)
@@ -116,11 +113,6 @@ def _front(
     floor_bytes, planner = bounder_of(problem).floor.peak_bytes, asks.planner_name
     reached = [row.peak_allocated_bytes for row in rows if row.peak_allocated_bytes is not None]
     reach = f"down to {show_bytes(reached[0])}" if reached else "no plan"
-    late = [show_bytes(row.budget_bytes) for row in reversed(rows) if not row.finished]
-    note = (
-        f"{planner} did not finish {len(late)} of {len(rows)} budgets in their share of --seconds: {', '.join(late)}; "
-        "a plan that stands there was made for another one."
-    )
     least = [
         (r.budget_bytes / GIB, r.bound_overhead_percent) for r in rows if r.bound_overhead_percent is not None
     ]
@@ -148,7 +140,6 @@ def _front(
             rows, kept.timeline.step_time_ns, "device" if setting.device is None else setting.device.name
         ),
         aside=("by the bound",),
-        notes=(note,) if late else (),
         curves={"certified bound": least, "plan": added},
         plans=tuple(plans),
     )
@@ -166,11 +157,6 @@ def _table(rows: Sequence[Row], base_ns: int, device: str) -> Table:
         text = f"{show_time(row.price_ns_per_gib)} ({show_percent(share, signed=True)})"
         return Cell(text, row.price_ns_per_gib)
 
-    def met(row: Row) -> Cell:
-        if not row.finished:
-            return no("not finished; another budget's plan" if row.feasible else "not finished")
-        return yes("met") if row.feasible else no("no plan")
-
     return table(
         rows[::-1],
         columns(
@@ -180,7 +166,7 @@ def _table(rows: Sequence[Row], base_ns: int, device: str) -> Table:
             ("one GiB less costs", NUMBER, price),
             "bound_price_ns_per_gib",
             (device, "", lambda row: fits[row.fits]),
-            ("", "", met),
+            ("", "", lambda row: yes("met") if row.feasible else no("no plan")),
         ),
         caption="One GiB less: the added time from this budget to the next smaller one in the table, for each GiB "
         "between them; by the bound: what the last byte costs at this budget at the instant that decides it. Without a "

@@ -14,7 +14,6 @@ from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer
 from simulator.show import notebook
 from simulator.show.tables import Table
-from traces.errors import UnfinishedError
 from traces.records.plan import Plan
 
 # Of what a row knows: what stands over its column in a terminal and on a page, and how it is shown there. In JSON it
@@ -51,7 +50,7 @@ class Row:
     lowest_peak_bytes: int | None = None  # of a refusal: the lowest peak that the planner reached
     message: str = ""  # why there is no plan
     peer: bool = False  # another system's plan; always False
-    finished: bool = True  # the planner came to an end; if not, a plan here was made for another budget
+    finished: bool = True  # always
     made_for_bytes: int | None = None  # the budget that the plan was made for: this one or a smaller
     bound_overhead_percent: float | None = None  # certified; None: no plan can fit
     # Time that one GiB less costs here: by the plans up to the next smaller budget, and by the bound at this one.
@@ -66,7 +65,6 @@ def row_of(a: Answer, plan: Answer | None = None, **more: Any) -> Row:
         "planner": a.question.planner_name,
         "budget_bytes": a.budget_bytes,
         "solve_seconds": round(a.solve_seconds, 3),
-        "finished": not isinstance(refused, UnfinishedError),
         "feasible": plan.found is not None,
         "lowest_peak_bytes": refused.figures["lowest_peak_bytes"]
         if isinstance(refused, Infeasible)
@@ -112,7 +110,6 @@ class Study(Generic[R]):
     table: Table
     short: str = ""  # the same in a few words
     aside: tuple[str, ...] = ()  # titles of columns that a terminal does without
-    notes: tuple[str, ...] = ()  # below the rows
     # Added time in percent against GiB: what no plan can go below, and the plans.
     curves: Mapping[str, notebook.Points] = field(default_factory=dict)
     plans: tuple[Plan | None, ...] = ()  # by row
@@ -128,7 +125,7 @@ class Study(Generic[R]):
     def lines(self) -> list[str]:
         """The answer to read."""
         warned = (f"warning {text}" for text in self.data.get("warnings", ()))
-        return [self.words, *self.table.without(*self.aside).lines(), *self.notes, *warned]
+        return [self.words, *self.table.without(*self.aside).lines(), *warned]
 
     def to_json(self) -> dict[str, Any]:
         return self.data

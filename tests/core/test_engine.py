@@ -75,12 +75,7 @@ def test_breakdown_names_categories_and_the_workspace_of_the_running_op() -> Non
     assert timeline.peak_allocated_bytes == 100 + 50 + 10 + 16
     parts = {c: n for c, n in peak_by_category(of, schedule, timeline).items() if n}
     assert parts == {"parameter": 100, "optimizer state": 50, "activation": 10, "gradient": 7, "workspace": 9}
-    assert [(of.storages.name[h.storage], h.nbytes) for h in holdings(of, schedule, 1)] == [
-        ("w", 100),
-        ("m", 50),
-        ("x", 10),
-        ("g", 7),
-    ]
+    assert [of.storages.name[s] for s in holdings(of, schedule, 1)] == ["w", "m", "x", "g"]
 
 
 def test_an_empty_step_peaks_at_what_is_resident() -> None:

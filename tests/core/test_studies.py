@@ -22,13 +22,14 @@ from simulator.planners import REGISTRY, plan_with
 from simulator.prediction.ask import Answer
 from simulator.prediction.question import Question
 from simulator.prediction.step import predict
-from simulator.studies.pareto import GIB, cheapest
+from simulator.studies.pareto import cheapest
 from tests.synthetic import resnet
 from tests.tiny import chain
-from traces.errors import SpecError, UnfinishedError
+from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, Action, Plan
 from traces.records.store import save
 from traces.records.trace import Trace
+from traces.units import GIB
 
 BASELINE = "simulator.planners.mu_two:plan"
 CONF = "expandable_segments:True"
@@ -168,36 +169,6 @@ def test_the_fronts_planner_obeys_constraints(small: Trace) -> None:
         if plan is not None:
             again = build(Problem(small), plan.actions).recomputed_ops
             assert not any(small.ops.module[op].startswith("layer1.") for op in again)
-
-
-def test_a_budget_that_is_not_finished_costs_no_other_point(
-    directory: Path, small: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Where the time of a planner that proves or says nothing runs out, the front says so and stands otherwise."""
-    whole = pareto(small, 5, planner="mu-two").rows
-    late = {whole[0].budget_bytes, whole[-2].budget_bytes}
-
-    def plan(name: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
-        if budget_bytes in late:
-            raise UnfinishedError("did not finish in 1 s")
-        return plan_with(name, problem, budget_bytes, limits)
-
-    monkeypatch.setattr("simulator.prediction.ask.plan_with", plan)
-    rows = pareto(small, 5, planner="mu-two").rows
-    assert [row.finished for row in rows] == [row.budget_bytes not in late for row in whole]
-    assert not rows[0].feasible
-    assert (rows[-2].step_time_ns, rows[-2].made_for_bytes) == (
-        whole[-3].step_time_ns,
-        whole[-3].made_for_bytes,
-    )
-    assert {row.message for row in rows if not row.finished} == {"did not finish in 1 s"}
-    words = ("pareto", directory, "--points", 5, "--planner", "mu-two", "-q")
-    lines = simulate(*words, "--report", tmp_path / "front.html").stdout.splitlines()
-    assert "not finished" in lines[6]
-    assert lines[7].startswith("mu-two did not finish 2 of 5 budgets in their share of --seconds: ")
-    assert "not finished" in (tmp_path / "front.html").read_text(encoding="utf-8")
-    data = json.loads(simulate(*words, "--json").stdout)
-    assert [point["finished"] for point in data["points"]] == [row.finished for row in rows]
 
 
 def too_large(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
