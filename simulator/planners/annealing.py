@@ -27,7 +27,7 @@ from simulator.core.problem import Problem
 from simulator.kernels.anneal import BORDER_AT, HIGHEST, MOVE_KINDS, TALLY, VALUE, Moves, Walked, anneal
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 from simulator.kernels.walk import pack_rows
-from simulator.planners.greedy import Found
+from simulator.planners.mu_two import Found
 
 NEGLIGIBLE_SHARE: Final = 1000  # values smaller than this share of the largest one are left as they are
 HOT: Final = 2.0  # the first temperature, in median times of an op that a plan may run again

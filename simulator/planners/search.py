@@ -31,8 +31,7 @@ from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.core.swaps import taken, with_swaps
 from simulator.planners.annealing import Annealer
-from simulator.planners.greedy import Found, Search, segmented
-from simulator.planners.mu_two import cheapest, tidy
+from simulator.planners.mu_two import Found, Search, cheapest, segmented, tidy
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segments import segmentations
 from traces.errors import BudgetError

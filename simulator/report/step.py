@@ -11,7 +11,7 @@ from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.levers import rewrites_in_words
-from simulator.planners.greedy import Costs
+from simulator.planners.mu_two import Costs
 from simulator.planners.outcome import where
 from simulator.prediction.ask import Answer
 from simulator.prediction.loop_peaks import peaks_table

@@ -50,11 +50,9 @@ def pareto(
     Returns:
         a row for each budget with the cheapest plan, the certified bound and the price of a GiB; and the `plans`.
 
-    Most budgets are easy, so each plan may take twice an equal share of
-    them as long as there is time: the same for each, so that equal seeds make equal fronts.
-
-    Budgets that the time
-    does not reach are left out, every second one first; the two ends are always there.
+    Most budgets are easy, so each plan may take twice an equal share of the time as long as there is some: the same for
+    each, so that equal seeds make equal fronts. Budgets that the time does not reach are left out, every second one
+    first; the two ends are always there.
 
     Raises:
         SpecError: no such planner, selector or device, or the planner cannot plan this trace at all.

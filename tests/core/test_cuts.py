@@ -9,7 +9,7 @@ from simulator.bounds.bound import bounder_of
 from simulator.bounds.instants import TURN
 from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem
-from simulator.planners.greedy import Search
+from simulator.planners.mu_two import Search
 from simulator.planners.search import best_cut, states
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace

@@ -11,8 +11,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.planners.greedy import Found, Search
-from simulator.planners.mu_two import exchanged, tidy
+from simulator.planners.mu_two import Found, Search, exchanged, tidy
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
 from traces.records.plan import Action

@@ -16,8 +16,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
-from simulator.planners.greedy import Costs, Search
-from simulator.planners.mu_two import cheapest
+from simulator.planners.mu_two import Costs, Search, cheapest
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import OUTSIDE, block_segments, equal_segments, sequence_of, torch_segment
 from tests.strategies import traces, traces_with_reruns
@@ -350,7 +349,7 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
 
 def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     of = chain(60, size=100)
-    monkeypatch.setattr("simulator.planners.greedy.MOST_EVALUATIONS", 12)
+    monkeypatch.setattr("simulator.planners.mu_two.MOST_EVALUATIONS", 12)
     search = Search(Problem(of), peak(of) // 10)
     assert not search.evict(search.evaluator.state())
     assert search.evaluations == 3

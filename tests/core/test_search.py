@@ -18,7 +18,7 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with, search
 from simulator.planners.annealing import NOT_WALKED, Annealer, Walk
-from simulator.planners.greedy import Found, Search
+from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
