@@ -8,7 +8,6 @@ from typing import Final
 from simulator.allocator.device import CUDA, kind_of, setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import Prediction, predict, untouched_peak_bytes
-from traces.devices import devices
 from traces.provenance import REHEARSED
 from traces.records.plan import RESERVED, PredictionWarning
 from traces.records.trace import CUDNN_DECIDES, VIEW, Trace, TraceMeta
@@ -50,10 +49,6 @@ SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
          "steps run; without a plan a GPU runs cuDNN's kernel for them, which keeps other values and buffers of its "
          "own: the untouched loop may need notably more or less than what stands here. To know it, rehearse the loop "
          "(`execute rehearse`)."),
-    ),
-    "graph-of-a-cpu": (
-        ("", "The times are for {subject}, but the graph and its memory are those of a CPU; a GPU takes other kernels, "
-         "which keep other values. For its memory, trace with --target {subject} again."),
     ),
     "not-settled": (
         ("", "With {subject}, reserved memory has not settled after {iterations} iterations; it may grow further."),
@@ -132,9 +127,6 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     names = meta.sketch.get("recurrent")
     if kind == CUDA and isinstance(names, list) and names:
         yield "recurrent", str(names[0]), {"modules": len(names)}
-    gpus = (d.name for d in devices() if d.kind == CUDA)
-    if meta.mode == FAKE and kind != CUDA and meta.target in gpus:
-        yield "graph-of-a-cpu", meta.target, {}
     yield from _of_the_allocator(c)
 
 

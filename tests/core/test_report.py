@@ -338,13 +338,13 @@ def test_warnings_that_differ_in_figures_alone_are_one() -> None:
         more = PredictionWarning(
             code="untouched-needs-more", figures={"extra_bytes": extra, "peak_bytes": 1000}
         )
-        return more, PredictionWarning(code="graph-of-a-cpu", subject="H200")
+        return more, PredictionWarning(code="recurrent", subject="rnn", figures={"modules": 1})
 
     rows = (sweep_row(8, notices=told(10)), sweep_row(16, notices=told(20)), sweep_row(4))
-    many, gpu = Sweep(model="m", options={}, target="H200", rows=rows).warnings
+    many, layers = Sweep(model="m", options={}, target="H200", rows=rows).warnings
     assert many.startswith("Batch 8, 16 (figures of 16): The figures are those of the captured graph")
     assert "about 20 B (+2.0 %) more" in many
-    assert gpu.startswith("Batch 8, 16: The times are for H200")
+    assert layers.startswith("Batch 8, 16: Recurrent layers (1, such as 'rnn')")
 
 
 def test_a_column_that_no_row_knows_is_left_out() -> None:
