@@ -71,7 +71,7 @@ class _Ready(NamedTuple):
     keep_all: Callable[[], Once] | None
 
 
-def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
+def run_job(job: Job) -> JobResult:
     """Run a job in a fresh process and wait for it; raises as `run_fresh` does."""
     env = {}
     if job.device.startswith("cuda") and job.variant == VERIFY:
@@ -79,7 +79,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     if job.device.startswith("cuda") and job.alloc_conf and not alloc_conf():
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
     what = f"measured {job.variant}"
-    data = run_fresh("executor.measuring:do", asdict(job), what=what, environment=env, timeout_s=timeout_s)
+    data = run_fresh("executor.measuring:do", asdict(job), what=what, environment=env)
     return from_json(JobResult, data)
 
 

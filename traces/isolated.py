@@ -31,7 +31,6 @@ def run_fresh(
     what: str,
     environment: Mapping[str, str] | None = None,
     overriding: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
     shown: bool = False,
 ) -> dict[str, Any]:
     """Call a function by its name in a fresh process, and return the JSON object that it answers.
@@ -41,13 +40,12 @@ def run_fresh(
         arguments: by name, all of them JSON.
         what: what the process does, for messages ("measured the plan").
         environment: variables that are set unless they are set already; overriding: those that are in any case.
-        timeout_s: after this many seconds the process is ended; None: never.
         shown: write what the process says to stderr, once it has ended.
 
     Raises:
         LowtideError: the process reported an error, with its message and exit code.
         OutOfMemoryProblem: it reported that memory ran out, or was killed as Linux does then.
-        EnvironmentProblem: it died otherwise or took too long, with the end of what it said; of a stack that Python's
+        EnvironmentProblem: it died otherwise, with the end of what it said; of a stack that Python's
             faulthandler wrote, the innermost lines.
     """
     # Child processes find the packages where this one found them.
@@ -61,21 +59,15 @@ def run_fresh(
         **(overriding or {}),
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "traces.isolated", function],
-            input=json.dumps(arguments),
-            capture_output=True,
-            text=True,
-            env=env,
-            timeout=timeout_s,
-            check=False,
-            **ending_with_this(),
-        )
-    except subprocess.TimeoutExpired:
-        raise EnvironmentProblem(
-            f"the process that {what} took longer than {timeout_s:.0f} s and was ended; give it less to do."
-        ) from None
+    done = subprocess.run(
+        [sys.executable, "-m", "traces.isolated", function],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        **ending_with_this(),
+    )
     if shown:
         sys.stderr.write(done.stderr)
     lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
