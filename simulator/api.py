@@ -47,7 +47,6 @@ def simulate(
     *,
     alloc_conf: str | None = None,
     device: Device | None = None,
-    budget_bytes: int | None = None,
 ) -> Prediction:
     """Replay a training step, as it is and with a plan.
 
@@ -55,7 +54,6 @@ def simulate(
         plan: a Plan or its file; None: everything is saved.
         alloc_conf: as PYTORCH_ALLOC_CONF would be; None: as the plan says, or else as the trace was recorded.
         device: whether the step fits it: a name such as "a100-40", a size, or the memory as it is.
-        budget_bytes: shown beside the figures; None: the plan's own.
 
     Returns:
         peaks, times and reserved memory of both runs; in a notebook it shows the memory over the step.
@@ -67,12 +65,10 @@ def simulate(
     problem = problem_of(trace)
     if isinstance(plan, str | Path):
         plan = Plan.load(plan)
-    if plan is not None:
-        budget_bytes = plan.budget_bytes if budget_bytes is None else budget_bytes
-        if alloc_conf is None and plan.meta.alloc_conf != problem.trace.meta.alloc_conf:
-            alloc_conf = plan.meta.alloc_conf
+    if plan is not None and alloc_conf is None and plan.meta.alloc_conf != problem.trace.meta.alloc_conf:
+        alloc_conf = plan.meta.alloc_conf
     setting = question(alloc_conf=alloc_conf, device=device).setting(problem.trace.meta)
-    return predict(problem, setting, plan, budget_bytes)
+    return predict(problem, setting, plan, None if plan is None else plan.budget_bytes)
 
 
 def plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Self, TypeVar, cast
 
@@ -45,15 +45,12 @@ class Facts:
             what it holds in any case; of all such ops only the most counts. A view runs nothing, so asks for nothing.
     """
 
-    def __init__(
-        self, trace: Trace, constraints: Constraints = NONE, *, only: Collection[int] | None = None
-    ) -> None:
+    def __init__(self, trace: Trace, constraints: Constraints = NONE) -> None:
         """The facts; the rest is worked out when it is first asked for.
 
         Args:
             trace: one training step.
             constraints: what no plan may do.
-            only: candidates for recomputation, where they are fewer than the trace allows.
 
         Raises:
             SpecError: a constraint names nothing in this trace.
@@ -112,7 +109,6 @@ class Facts:
             for s in creates[i]
             if saved_by_default[s] and rebuildable[s] and not pinned[s] and sts.nbytes[s] > 0
             if s not in reloaded
-            if only is None or s in only
         )
         created_bytes = tuple(sum(sts.nbytes[s] for s in c) for c in creates)
         transient_bytes = []

@@ -6,25 +6,18 @@ another from the trace, so what is worked out once (arrays, floors, the replay w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 
 from simulator.core.facts import Facts
-from simulator.core.limits import NONE, Constraints
 from simulator.core.replay import Replay, replay
 from traces.records.plan import Action, Plan
-from traces.records.trace import Trace
 
 
 class Problem(Facts):
     """The facts about one trace, with the replay of plans."""
 
-    def __init__(
-        self, trace: Trace, constraints: Constraints = NONE, *, only: Collection[int] | None = None
-    ) -> None:
-        """See `Facts`."""
-        super().__init__(trace, constraints, only=only)
-        self._replayed: tuple[tuple[Action, ...], Replay] | None = None
+    _replayed: tuple[tuple[Action, ...], Replay] | None = None  # what was asked last
 
     def replay(self, actions: Iterable[Action] = ()) -> Replay:
         """Return what a plan's actions come to, by the exact replay; asked at once for the same ones, the same. Raises

@@ -114,11 +114,11 @@ def pack_lists(*lists: Any) -> tuple[list[Any], Any]:
     return starts, ids.astype(np.uint32)
 
 
-def pack_rows(rows: Any, kind: Any = np.int32) -> tuple[Any, Any]:
-    """Lists of ids (or sizes) one behind the other, and where each starts, with the end behind the last."""
+def pack_rows(rows: Any) -> tuple[Any, Any]:
+    """Lists of ids one behind the other, and where each starts, with the end behind the last."""
     at = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=at[1:])
-    return at, np.array([s for row in rows for s in row], kind)
+    return at, np.array([s for row in rows for s in row], np.int32)
 
 
 # What `walk` returns in place of a peak.
