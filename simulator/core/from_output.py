@@ -2,7 +2,9 @@
 
 torch saves the input x of a few pointwise functions y = f(x) whose backward only asks on which side of a border x lies,
 which y says as well. A step that saves y for the next layer in any case then does without x: nothing runs again, and
-nothing is copied. What else needs x recomputes it.
+nothing is copied. What else needs x recomputes it. For planners and bounds that know of no such op, the trace is made
+another in which ops take what is offered (`taken`), or neither value (`relaxed`); a plan for `taken` is judged on the
+step itself, since it may take some and not others.
 
 The table has what was found bit-equal for all inputs, NaN and -0.0 and the borders among them (the test runs through
 every number of the 16-bit types): f maps each side to itself and the border to the border. Not in it: hardsigmoid,
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 from simulator.core.facts import Facts
-from traces.records.trace import Trace
+from traces.records.plan import SAVE, Action
+from traces.records.trace import Trace, uses_of
 
 KIND: Final = "from_output"
 COPIES: Final = (
@@ -26,6 +29,7 @@ COPIES: Final = (
     "aten.detach.default",
 )  # an in-place activation's input is copied for backward
 Borders = tuple[float, ...]
+F = TypeVar("F", bound=Facts)
 # Backward -> forward, and, of their arguments after x, the borders that both compare with; None: y does not tell.
 TABLE: Final[dict[str, tuple[str, Callable[[list[Any], list[Any]], Borders | None]]]] = {
     # x > 0 exactly where y > 0: below, the slope is not negative.
@@ -124,3 +128,85 @@ def _exact(number: float, dtype: str) -> bool:
         bits = struct.pack(">f", number)
         return bool(bits[2:] == b"\0\0" and struct.unpack(">f", bits)[0] == number)
     return False
+
+
+# As another trace
+
+
+def taken(problem: F) -> tuple[F, tuple[Swap, ...]]:
+    """The problem in which each swap that costs nothing is made, and these; the same one without any.
+
+    A swap costs nothing where backward reads the other value in any case, nothing else of backward reads the storage,
+    and in forward only the ops that make the other value do: then saving the one takes as many bytes as the other, and
+    one is enough.
+    """
+    return problem.once(taken, _taken)
+
+
+def relaxed(problem: F) -> F:
+    """The problem in which no op that could take another value reads the storage or that value: a bound of it holds
+    for every plan of the problem, whichever is taken."""
+    return problem.once(relaxed, _relaxed)
+
+
+def with_swaps(made: Iterable[Swap], actions: Collection[Action]) -> tuple[Action, ...]:
+    """A plan for `taken` as one for the problem itself: what was evicted or only recomputed there is swapped."""
+    by_storage = {a.storage: a for a in actions}
+    for r in made:
+        known = by_storage.get(r.storage, Action(storage=r.storage, retain=False))
+        if known.recipe != SAVE:
+            by_storage[r.storage] = replace(known, recipe=KIND)
+    return tuple(by_storage[s] for s in sorted(by_storage))
+
+
+def _taken(problem: F) -> tuple[F, tuple[Swap, ...]]:
+    made = tuple(r for r in swaps(problem).values() if _costs_nothing(problem, r))
+    if not made:
+        return problem, ()
+    return type(problem)(_swapped(problem.trace, made, relax=False), problem.constraints), made
+
+
+def _relaxed(problem: F) -> F:
+    made = list(swaps(problem).values())
+    if not made:
+        return problem
+    return type(problem)(_swapped(problem.trace, made, relax=True), problem.constraints)
+
+
+def _costs_nothing(problem: Facts, swap: Swap) -> bool:
+    ops, sts = problem.trace.ops, problem.trace.storages
+    swapped = {i for i, _, _ in swap.swaps}
+    makers = {instead for _, _, instead in swap.swaps}
+    readers = {i for i in range(len(ops)) if swap.storage in ops.reads[i] and not problem.is_view[i]}
+    elsewhere = any(
+        swap.payload in ops.reads[i] and i not in swapped for i in range(problem.forward_end, len(ops))
+    )
+    equal = sts.nbytes[swap.storage] == sts.nbytes[swap.payload]
+    return problem.saved_by_default[swap.payload] and equal and elsewhere and readers <= swapped | makers
+
+
+def _swapped(trace: Trace, made: Iterable[Swap], *, relax: bool) -> Trace:
+    """The trace whose ops take what the swaps offer; `relax`: whose ops take neither."""
+    ops = trace.ops
+    reads, inputs, overwrites = list(ops.reads), list(ops.inputs), list(ops.overwrites)
+    for r in made:
+        for i, value, instead in r.swaps:
+            new_value, new_storage = ([], []) if relax else ([instead], [r.payload])
+            inputs[i] = _put(inputs[i], value, new_value)
+            reads[i] = _put(reads[i], r.storage, new_storage)
+            if overwrites[i] == r.storage:
+                overwrites[i] = -1
+    ops = replace(ops, reads=tuple(reads), inputs=tuple(inputs), overwrites=tuple(overwrites))
+    sts = trace.storages
+    columns = {
+        column: tuple(
+            new if p >= 0 else old  # a library's workspace is used by ops that do not read it
+            for p, new, old in zip(sts.producer, uses, getattr(sts, column), strict=True)
+        )
+        for column, uses in uses_of(ops, len(sts)).items()
+    }
+    return replace(trace, ops=ops, storages=replace(sts, **columns))  # type: ignore[arg-type]
+
+
+def _put(ids: tuple[int, ...], old: int, new: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(x for i in ids for x in (new if i == old else [i])))

@@ -24,12 +24,11 @@ from functools import partial
 from itertools import compress
 from typing import Final
 
-from simulator.bounds.bound import Bound, bounder_of
-from simulator.bounds.instants import Instants
+from simulator.bounds.bound import Bound, Instants, bounder_of
 from simulator.core.evaluator import Evaluator, State
+from simulator.core.from_output import taken, with_swaps
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from simulator.core.swaps import taken, with_swaps
 from simulator.planners.annealing import Annealer
 from simulator.planners.mu_two import Found, Search, cheapest, segmented, tidy
 from simulator.planners.outcome import finish, refuse

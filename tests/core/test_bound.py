@@ -7,9 +7,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from simulator.bounds.bound import bound_curve, lower_bound
+from simulator.bounds.bound import TURN, Instants, bound_curve, lower_bound
 from simulator.bounds.components import Corner, Link, Network, Rerun, corners
-from simulator.bounds.instants import TURN, Instants
 from simulator.core.problem import Problem
 from tests.synthetic import resnet
 from tests.tiny import Op, bwd, chain, fwd, trace

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from simulator.bounds import components as components_module
-from simulator.bounds import instants as instants_module
-from simulator.bounds.bound import Bounder, bound_curve
+from simulator.bounds.bound import Bounder, Instant, Instants, Setting, bound_curve
 from simulator.bounds.components import Component
-from simulator.bounds.instants import Instants, Setting
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import search
@@ -204,7 +202,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Instants, "_weigh", forced)
     elif mutation == "reads twice":
 
-        def instant(self: Instants, op: int) -> instants_module.Instant:
+        def instant(self: Instants, op: int) -> Instant:
             found = true_instant(self, op)
             reads = self.trace.ops.reads[op] if op >= 0 else ()
             extra = sum(self.trace.storages.nbytes[s] for s in reads if self.trace.storages.producer[s] >= 0)
@@ -213,7 +211,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Instants, "at", instant)
     elif mutation == "no takeover":
 
-        def instant_without(self: Instants, op: int) -> instants_module.Instant:
+        def instant_without(self: Instants, op: int) -> Instant:
             found = true_instant(self, op)
             s = self.trace.ops.overwrites[op] if op >= 0 else -1
             takes = s >= 0 and not self.problem.resident[s] and self.forced_until[s] <= op

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.bounds.bound import TURN, Cut, Instants
 from simulator.bounds.components import Link, Rerun, corners
-from simulator.bounds.instants import TURN, Cut, Instants
 from simulator.core.limits import Constraints
 from simulator.core.problem import Problem
 from tests.exhaust import draw_trace

@@ -19,7 +19,7 @@ from executor import apply_plan  # noqa: E402
 from executor.measuring import peaks_of  # noqa: E402
 from simulator.api import plan as plan_for  # noqa: E402
 from simulator.api import simulate  # noqa: E402
-from simulator.bounds.instants import Instants  # noqa: E402
+from simulator.bounds.bound import Instants  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes  # noqa: E402
