@@ -1,6 +1,6 @@
 """What others measured on GPUs, beside what torch's own CUDA code takes without one.
 
-python -m tests.bench.published [ROW ...] [-o FILE.json] [--table FILE.md] [--report FILE.html] [--again] [--json]
+python -m tests.bench.published [ROW ...] [-o FILE.json] [--table FILE.md] [--again] [--json]
 
 The rows are tests/published/rows.toml, the steps its build functions, and the loops tests/published/loops.py. Needs a
 CUDA build of torch; rows for another release than the one that is here stay as FILE has them, unless they are named.
@@ -142,14 +142,12 @@ def release(*, needed: bool) -> str:
     "-o", "--output", type=click.Path(path_type=Path), help="Rows that are there, and to which to add."
 )
 @click.option("--table", type=click.Path(path_type=Path), help="Write the rows as a Markdown table.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write the rows as a page (HTML).")
 @click.option("--again", is_flag=True, help="Make rows again that are there.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
     names: tuple[str, ...],
     output: Path | None,
     table: Path | None,
-    report: Path | None,
     again: bool,
     as_json: bool,
 ) -> None:
@@ -175,10 +173,6 @@ def main(
         output.write_text(_written(found), encoding="utf-8")
     if table:
         table.write_text(page_of(found), encoding="utf-8")
-    if report:
-        from tests.bench import published_page
-
-        published_page.write(report, found)
     click.echo(_written(found) if as_json else markdown(found))
 
 

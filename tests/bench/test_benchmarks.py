@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
     ("name", "words", "keys"),
     [
         ("solve", ["resnet18", "--budgets", "80%"], {"gap_points", "solve_seconds"}),
-        ("front", ["bert-base", "--rounds", "1", "--points", "3"], {"front_seconds", "process_seconds"}),
         ("planning", ["bert-base", "--budgets", "80%", "--runs", "1"], {"beside_alone", "processor_s"}),
         ("commands", ["--only", "simulate", "--runs", "1"], {"processor_s", "wall_s"}),
     ],
