@@ -140,20 +140,19 @@ class Recording:
         return tuple(e.size_bytes for e in self.events if e.action in GETS)
 
 
-def read_recording(path: str | Path, device: int | None = None) -> Recording:
-    """Read a snapshot of a device, by default of the first that recorded anything; raises TraceError."""
-    return recording_from_snapshot(load_plain(Path(path)), str(path), device)
+def read_recording(path: str | Path) -> Recording:
+    """Read a snapshot; raises TraceError as `recording_from_snapshot` does."""
+    return recording_from_snapshot(load_plain(Path(path)), str(path))
 
 
-def recording_from_snapshot(data: Any, source: str, device: int | None = None) -> Recording:
-    """Build a recording. Raises TraceError: not a snapshot, no events of that device, private pools, or events that do
-    not lead from an empty allocator to the final state.
+def recording_from_snapshot(data: Any, source: str) -> Recording:
+    """Build a recording of the first device that recorded anything. Raises TraceError: not a snapshot, no events,
+    private pools, or events that do not lead from an empty allocator to the final state.
     """
     try:
         snapshot = convert(data, _Snapshot)
-        recorded = [k for k, t in enumerate(snapshot.device_traces) if t]
-        device = (recorded or [0])[0] if device is None else device
-        rows = convert(snapshot.device_traces[device], list[dict[str, Any]]) if device in recorded else []
+        device, recorded = next(((k, t) for k, t in enumerate(snapshot.device_traces) if t), (0, []))
+        rows = convert(recorded, list[dict[str, Any]])
         # Others are markers, and whatever comes later.
         events = convert([row for row in rows if row.get("action") in get_args(Action)], tuple[Event, ...])
     except (ValidationError, UnicodeError) as error:
@@ -161,9 +160,7 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
             f"{source}: not a memory snapshot, or damaged ({error}); make one with {SNAPSHOT}."
         ) from None
     if not events:
-        raise TraceError(
-            f"{source}: device {device} recorded no events (devices with some: {recorded}); {RECORD}."
-        )
+        raise TraceError(f"{source}: no events were recorded; {RECORD}.")
     segments = [s for s in snapshot.segments if s.device == device]
     if private := {s.segment_pool_id for s in segments} - {POOL}:
         raise TraceError(

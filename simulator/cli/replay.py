@@ -18,15 +18,8 @@ if TYPE_CHECKING:
 @click.argument("recording")
 @click.option("--alloc-conf", help="Replay under this PYTORCH_ALLOC_CONF, such as expandable_segments:True.")
 @click.option("--device-memory", help="Replay on a device of this size, such as 16GiB.")
-@click.option(
-    "--device",
-    type=click.IntRange(min=0),
-    help="Number of the device in the snapshot (default: the first recorded).",
-)
 @answer_options
-def replay_command(
-    recording: str, alloc_conf: str | None, device_memory: str | None, device: int | None, out: Output
-) -> None:
+def replay_command(recording: str, alloc_conf: str | None, device_memory: str | None, out: Output) -> None:
     """Replay a GPU's recorded allocations through the simulated caching allocator.
 
     RECORDING is a file of torch.cuda.memory._dump_snapshot(), with a history that begins before the first allocation.
@@ -47,7 +40,7 @@ def replay_command(
     memory_bytes = None if device_memory is None else size_of("--device-memory", device_memory)
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
     out.say(f"reading {recording}")
-    source = read_recording(recording, device)
+    source = read_recording(recording)
     for note in source.notes:
         out.say(f"note: {note}")
     out.say(f"replaying {len(source.events)} events")

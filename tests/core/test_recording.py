@@ -257,7 +257,6 @@ def test_the_command_says_when_it_would_not_fit(snapshot: Path) -> None:
     [
         ["nothing.pickle"],
         ["."],
-        ["SNAPSHOT", "--device", "1"],
         ["SNAPSHOT", "--alloc-conf", "max_split:1"],
         ["SNAPSHOT", "--device-memory", "much"],
         ["SNAPSHOT", "--device-memory", "50%"],

@@ -156,7 +156,7 @@ def test_private_pools_are_refused() -> None:
 # Files ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_device_of_several(tmp_path: Path) -> None:
+def test_the_first_device_of_several(tmp_path: Path) -> None:
     first, _, second = programs("2.13.0")[:3]
     for s in second["snapshot"]["segments"]:
         s["device"] = 2
@@ -168,9 +168,6 @@ def test_one_device_of_several(tmp_path: Path) -> None:
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps(data))
     assert read_recording(path).peak_reserved_bytes == first["peaks"]["reserved"]
-    assert read_recording(path, 2).peak_reserved_bytes == second["peaks"]["reserved"]
-    with pytest.raises(TraceError, match=r"device 1 recorded no events \(devices with some: \[0, 2\]\)"):
-        read_recording(path, 1)
 
 
 @pytest.mark.parametrize("drop", ["alloc", "free_requested", "free_completed"])
