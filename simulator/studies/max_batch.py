@@ -38,40 +38,19 @@ SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is ov
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The question of `simulate max-batch`.
-
-    Raises:
-        SpecError: no device is named, or allocator settings for a CPU.
-    """
+    """The question of `simulate max-batch`."""
 
     traced: Traced
     question: Question  # of the device, whose memory is the budget
+    device: DeviceMemory
     overhead_percent: float
-    multiple_of: int = 1
-    maximum: int = 65536
-
-    def __post_init__(self) -> None:
-        if self.device.kind == CPU and self.question.alloc_conf is not None:
-            raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
-
-    @property
-    def device(self) -> DeviceMemory:
-        memory = self.question.device(None)
-        if memory is None:
-            raise SpecError("name the device with --gpu, or its memory with --memory.")
-        return memory
+    multiple_of: int
+    maximum: int
 
     @property
     def memory(self) -> str:
         """Which memory must fit: `allocated` on a CPU, else `reserved`."""
         return ALLOCATED if self.device.kind == CPU else RESERVED
-
-    def targeted(self) -> Request:
-        """Return the same, with `trace` told the device unless its words name another."""
-        words = self.traced.words
-        if self.device.kind == CPU or any(w.partition("=")[0] in ("--target", "--device") for w in words):
-            return self
-        return replace(self, traced=replace(self.traced, words=(*words, "--target", self.device.name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,17 +313,24 @@ def max_batch(
         both batch sizes (0: not even the smallest fits) and everything that was tried.
 
     Raises:
-        SpecError: no such device or planner.
+        SpecError: no such device or planner, or allocator settings for a CPU.
         LowtideError: the model cannot be traced; with what `trace` said.
     """
+    asks, step, options = question(DEVICE, device, **words), multiple_of, tuple(trace_options)
+    if (memory := asks.device(None)) is None:
+        raise SpecError("name the device with --gpu, or its memory with --memory.")
+    if memory.kind == CPU and asks.alloc_conf is not None:
+        raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
+    if memory.kind != CPU and not any(w.partition("=")[0] in ("--target", "--device") for w in options):
+        options = (*options, "--target", memory.name)
     request = Request(
-        traced=Traced.of(model, directory, "max-batch", trace_options),
-        question=question(DEVICE, device, **words),
+        traced=Traced.of(model, directory, "max-batch", options),
+        question=asks,
+        device=memory,
         overhead_percent=budget_overhead_percent,
         multiple_of=multiple_of,
         maximum=maximum,
     )
-    request, step = request.targeted(), request.multiple_of
     top = request.maximum // step * step
     if top < step:
         raise SpecError(f"--max {request.maximum}: there is no multiple of {step} up to it.")
