@@ -19,7 +19,7 @@ from executor.training.module import bare, compiler_of, install
 from executor.training.planning import Clock, Wanted, in_words, plan_within, record
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
-from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
+from simulator.prediction.step import UNTOUCHED_LESS, text, warnings_of
 from tracer.step.loop_options import JOIN_LOSS
 
 

@@ -100,8 +100,7 @@ def refuse_to_replace(path: Path, force: bool) -> None:
 def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
     """The answer to read, with what the plan needs at other sizes; the plan went to `output`."""
     from simulator.prediction.loop_peaks import peaks_table
-    from simulator.prediction.step import describe
-    from simulator.prediction.warnings import texts_beside_untouched
+    from simulator.prediction.step import describe, texts_beside_untouched
     from simulator.report.step import at_peak, holders, in_words
 
     c = found.planned

@@ -26,8 +26,7 @@ from simulator.prediction.levers import (
     with_loss,
 )
 from simulator.prediction.question import Question
-from simulator.prediction.step import Prediction, predict
-from simulator.prediction.warnings import provenance, texts
+from simulator.prediction.step import Prediction, predict, provenance, texts
 from traces.errors import BudgetError, LowtideError
 from traces.records.measurement import RunFigures
 from traces.records.plan import RESERVED, Plan

@@ -15,9 +15,8 @@ from simulator.planners.mu_two import Costs
 from simulator.planners.outcome import where
 from simulator.prediction.ask import Answer
 from simulator.prediction.loop_peaks import peaks_table
-from simulator.prediction.step import Prediction, describe
-from simulator.prediction.warnings import provenance as figures_from
-from simulator.prediction.warnings import texts_beside_untouched, texts_of
+from simulator.prediction.step import Prediction, describe, texts_beside_untouched, texts_of
+from simulator.prediction.step import provenance as figures_from
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell

@@ -11,8 +11,7 @@ from simulator.bounds.bound import lower_bound
 from simulator.planners import REGISTRY, find
 from simulator.prediction.ask import Say, ask, silent
 from simulator.prediction.question import Device, Words, question
-from simulator.prediction.step import predict
-from simulator.prediction.warnings import texts_of
+from simulator.prediction.step import predict, texts_of
 from simulator.show.tables import Cell, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import LowtideError

@@ -19,8 +19,7 @@ from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Say, ask, completed, silent
 from simulator.prediction.levers import lower_bound, lowest_floor
 from simulator.prediction.question import DEVICE, Device, Question, Words, question
-from simulator.prediction.step import Prediction, predict, untouched_fit
-from simulator.prediction.warnings import provenance, texts_beside_untouched
+from simulator.prediction.step import Prediction, predict, provenance, texts_beside_untouched, untouched_fit
 from simulator.show.notebook import framed
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import columns

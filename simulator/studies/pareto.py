@@ -18,7 +18,7 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer, Say, ask, silent
 from simulator.prediction.question import Device, Question, Words, question
-from simulator.prediction.warnings import texts_of
+from simulator.prediction.step import texts_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import SpecError

@@ -16,7 +16,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import peak_by_category
 from simulator.prediction.ask import Say, ask
 from simulator.prediction.question import Question
-from simulator.prediction.warnings import text, texts, warnings
+from simulator.prediction.step import text, texts, warnings
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.rows import columns
 from simulator.studies.tracing import Traced

@@ -31,8 +31,7 @@ from executor.cli.rehearse import APPLY
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.step import untouched_fit
-from simulator.prediction.warnings import warnings
+from simulator.prediction.step import untouched_fit, warnings
 from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
 from tracer import trace
 from tracer.rehearsal.record import ASSUMED, Rehearsal

@@ -34,8 +34,14 @@ from simulator.prediction import reserved_budget
 from simulator.prediction.ask import ask
 from simulator.prediction.question import question
 from simulator.prediction.reserved_budget import ATTEMPTS, Tried, lower_until_within
-from simulator.prediction.step import Prediction, predict, untouched_fit, untouched_peak_bytes
-from simulator.prediction.warnings import texts, unknown_ops
+from simulator.prediction.step import (
+    Prediction,
+    predict,
+    texts,
+    unknown_ops,
+    untouched_fit,
+    untouched_peak_bytes,
+)
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.devices import CONTEXT_BYTES

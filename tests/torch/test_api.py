@@ -29,7 +29,7 @@ from executor import apply_plan, measure, verify  # noqa: E402
 from executor.plans import Outcome, Settings  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
-from simulator.prediction.warnings import text, warnings_of  # noqa: E402
+from simulator.prediction.step import text, warnings_of  # noqa: E402
 from tests.core.test_readme import measurement  # noqa: E402
 from tracer import api, trace  # noqa: E402
 from traces.errors import CaptureError, PlanError, SpecError  # noqa: E402
