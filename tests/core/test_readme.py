@@ -109,6 +109,15 @@ def test_flags_phases_and_categories_are_documented() -> None:
     assert {*CATEGORIES} <= quoted(section(FORMATS, "`storages.parquet`: one row a storage"))
 
 
+def measurement() -> Measurement:
+    run = RunFigures(peak_allocated_bytes=2, step_time_ns=3)
+    runs = dict.fromkeys(("predicted", "measured", "keep_all_predicted", "keep_all", "eager"), run)
+    words = {"model": "m", "planner": "keep-all", "fingerprint": "f", "device": "cpu"}
+    return Measurement(
+        options={}, budget_bytes=None, provenance="measured-cpu", environment={}, **words, **runs
+    )
+
+
 def keys_of(title: str) -> set[str]:
     """The keys that stand under a heading."""
     from executor.campaign.cases import Case, Method
@@ -123,13 +132,7 @@ def keys_of(title: str) -> set[str]:
         data = Plan(meta=small_trace().meta, actions=actions).to_json()
         return {*data} | {k for a in data["actions"] for k in a}
     if title == "A measurement":
-        run = RunFigures(peak_allocated_bytes=2, step_time_ns=3)
-        runs = dict.fromkeys(("predicted", "measured", "keep_all_predicted", "keep_all", "eager"), run)
-        words = {"model": "m", "planner": "keep-all", "fingerprint": "f", "device": "cpu"}
-        made = Measurement(
-            options={}, budget_bytes=None, provenance="measured-cpu", environment={}, **words, **runs
-        )
-        return {*made.to_json()} | named(RunFigures)
+        return {*measurement().to_json()} | named(RunFigures)
     if title == "A sweep":
         return named(SweepRow) | {*Sweep(model="m", options={}, target="").to_json()}
     if title == "A campaign":
