@@ -285,14 +285,6 @@ class Trace:
             "step": f"{show_time(figures['time_ns'])} ({self.origin}); {phases}",
             "fingerprint": f"{meta.fingerprint} (graph {meta.graph_fingerprint})",
         }
-        # When backward begins, and nothing is recomputed.
-        there = self.resident_bytes + figures["saved_bytes"]
-        if 0 < 100 * meta.untouched_peak_bytes < 98 * there:
-            rows["as it is"] = (
-                f"needs less: {show_bytes(meta.untouched_peak_bytes)} at its peak, and what is captured of it "
-                f"{show_bytes(there)} when backward begins, as of a model that checkpoints itself; a plan has to save "
-                "the difference first"
-            )
         return f"{meta.model} ({options}), {meta.optimizer}, torch {meta.torch_version}", rows
 
     def text(self, name: str) -> str:
