@@ -144,24 +144,20 @@ def trace(
         if not isinstance(optimizer, str | None):
             raise SpecError(f"{model}: the optimizer must be a name, such as adamw, or be left out.")
         given = {**options, "optimizer": optimizer, "amp": amp, "tf32": tf32}
-        build = load_spec(model, given, seed=seed)
+        name, objects = model, dict[str, Any]()
+        request: dict[str, Any] = {"model": model, "optimizer": optimizer}
     else:
         around = {"amp": amp, "tf32": tf32, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
         build = in_hand(model, batch, loss, optimizer, scaler, options, around, seed)
+        name, request = build.model, {}
+        objects = {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer, "scaler": scaler}
     if entry.kind == "cuda" and device is None:
-        around_all = {"amp": amp, "tf32": tf32, "seed": seed, "profile": _path(profile), **options}
-        in_hand_there = {
-            "model": model,
-            "batch": batch,
-            "loss": loss,
-            "optimizer": optimizer,
-            "scaler": scaler,
-        }
-        named = {"model": model, "optimizer": optimizer} if isinstance(model, str) else {}
-        objects = {} if named else in_hand_there
-        tell(f"Rehearsing {build.model} on {entry.name} ...")
-        for found in _rehearsed([{**around_all, **named}], objects, entry, tell):
+        tell(f"Rehearsing {name} on {entry.name} ...")
+        request |= {"amp": amp, "tf32": tf32, "seed": seed, "profile": _path(profile), **options}
+        for found in _rehearsed([request], objects, entry, tell):
             return found
+    if isinstance(model, str):  # a rehearsal builds it where it runs, and this process needs no torch
+        build = load_spec(model, given, seed=seed)
     tell(f"Capturing {build.model} ...")
     with no_garbage():
         from tracer.recording import ProfileUse, record_fake, record_real
@@ -190,6 +186,7 @@ def _rehearsed(
     try:
         return traced_on_null_driver(requests, objects, gpu, say)
     except EnvironmentProblem as error:
+        require_torch()
         reason = str(error)
     except SpecError as error:
         if not objects:
@@ -258,7 +255,6 @@ def trace_shapes(
             raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
     with no_garbage():
         entry = _entry(target, None, tf32=tf32)
-        builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
     if entry.kind == "cuda":
         tell = say or (lambda text: None)
         tell(f"Rehearsing {len(shapes)} shapes of {model} on {entry.name} ...")
@@ -271,16 +267,19 @@ def trace_shapes(
     with no_garbage():
         from tracer.recording import ProfileUse, record_shapes
 
+        builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
     with left_as_found(tf32 is not None):
         record_shapes(builds, entry, ProfileUse.of(profile), each)
 
 
 def _entry(target: str | None, device: str | None, *, tf32: bool | None) -> Device:
-    """The entry of the device table that is meant, after the options that exclude one another."""
+    """The entry of the device table that is meant, after the options that exclude one another. Needs no torch where
+    another process rehearses the step."""
     if target is not None and device is not None:
         raise SpecError("--target predicts times and --device measures them; give one of the two.")
     entry = device_entry(target or ("cpu" if device in (None, "cpu") else GPU_UNKNOWN))
-    require_torch()
+    if device is not None or entry.kind != "cuda":
+        require_torch()
     if device is not None:
         check_device(device)
     if tf32 and entry.kind != "cuda":
