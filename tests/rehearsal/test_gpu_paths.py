@@ -15,8 +15,6 @@ import pytest
 from simulator import api
 from simulator.planners.outcome import Infeasible
 from simulator.studies.sweep import Sweep
-from tracer.rehearsal import run_on_null_driver
-from traces.devices import device
 from traces.provenance import MEASURED_CUDA, REHEARSED
 
 pytestmark = pytest.mark.rehearsal
@@ -71,25 +69,17 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
         [sys.executable, "-m", "simulator", "t", "--budget", f"{(peak + lowest) // 2}", "-o", "plan.json", "-q"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True,
     )  # fmt: skip
-    job = {
-        "plan_path": str(tmp_path / "plan.json"), "model": f"{tmp_path}/net.py:build", "device": "cuda",
-        "memory_steps": 3, "warmup": 1, "runs": 2, "steps": 2,
-    }  # fmt: skip
-    verified, planned = (
-        run_on_null_driver("executor.measuring:do", {**job, "variant": v}, device("h100"), what=v)
-        for v in ("verify", "plan")
-    )
-    assert verified["verification"]["steps"] == 2
-    assert planned["environment"]["gpu"] == "H100 (rehearsed)"
-    assert planned["figures"]["step_time_ns"] is None
-    assert not planned["figures"]["times_ns"]
-    told = json.loads((tmp_path / "plan.json").read_text())["predicted"]["plan"]
-    for key in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):
-        assert told[key] == pytest.approx(planned["figures"][key], rel=0.005), key
-    done = on_h100(tmp_path, "execute", "plan.json", "--trust", "--device", "cuda", "-q")
+    done = on_h100(tmp_path, "execute", "plan.json", "--trust", "--device", "cuda", "-o", "m.json", "-q")
     assert done.returncode == 0, done.stderr
     assert REHEARSED in done.stdout
     assert "measured" not in done.stdout.lower().replace(MEASURED_CUDA, "")
+    told = json.loads((tmp_path / "m.json").read_text())
+    assert told["environment"]["gpu"] == "H100 (rehearsed)"
+    assert told["steps"] > 1
+    assert told["measured"]["step_time_ns"] is None
+    assert not told["measured"]["times_ns"]
+    for key in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):
+        assert told["predicted"][key] == pytest.approx(told["measured"][key], rel=0.005), key
     Sweep(model=f"{tmp_path}/net.py:build", options={}, target="").save(tmp_path / "t" / "sweep.json")
     for words in (("plan.json", "--report", "x.html"), ("sweep", "t", "--trust")):
         refused = on_h100(tmp_path, "execute", *words, "--device", "cuda")

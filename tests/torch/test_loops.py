@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
 from tracer.step.loop import run_step  # noqa: E402
 from tracer.step.loop_options import parse_around  # noqa: E402
 from tracer.step.step import BuildStep, load_spec  # noqa: E402
+from tracer.step.user_step import move_averages  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import LowtideError, SpecError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
@@ -278,3 +280,16 @@ def test_a_loop_of_the_user_s_own_is_measured_op_by_op(tmp_path: Path) -> None:
     found = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=2, warmup=1)
     assert found.meta.loop == "step()"
     assert found.ops.target == recorded(build).ops.target
+
+
+def test_averages_of_weights_that_a_step_closes_over_go_where_the_model_goes() -> None:
+    model, data = nn.Linear(4, 3), [torch.ones(5, 4)]
+    average, shadow = copy.deepcopy(model), {k: p.detach().clone() for k, p in model.named_parameters()}
+
+    def step(model: nn.Module, batch: Any, optimizer: Any) -> None:
+        raise AssertionError(average, shadow, data, later)
+
+    move_averages(step, model, "meta")
+    later = 1
+    assert {x.device.type for x in (*average.parameters(), *shadow.values())} == {"meta"}
+    assert data[0].device.type == "cpu"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +70,8 @@ class UserStep:
         for module in (model, loss):
             if mode is None and isinstance(module, nn.Module):
                 module.to(device)
+        if mode is None:
+            move_averages(own, model, device)
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
         optimizer = self._optimizer(model, loss, optimizer)
@@ -151,6 +153,24 @@ class UserStep:
             # torch's messages go on with the signatures that it knows
             said = (str(error).strip().splitlines() or [""])[0]
             raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {said}") from error
+
+
+def move_averages(function: Any, model: nn.Module, device: str) -> None:
+    """Move to a device what a loop keeps beside its model, as averages of the weights: modules that its function closes
+    over, and tensors of a parameter's shape, alone or in lists and dicts. Other tensors may be data, and stay."""
+    shapes = {p.shape for p in model.parameters()}
+
+    def moved(held: Any) -> Any:
+        if isinstance(held, nn.Module) or (isinstance(held, torch.Tensor) and held.shape in shapes):
+            return held.to(device)
+        places: Any = held.items() if type(held) is dict else enumerate(held) if type(held) is list else ()
+        for place, x in list(places):
+            held[place] = moved(x)
+        return held
+
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # a cell that nothing was put into yet
+            cell.cell_contents = moved(cell.cell_contents)
 
 
 def _named_parameters(module: Any) -> list[tuple[str, nn.Parameter]]:
