@@ -15,6 +15,8 @@ import pytest
 from simulator import api
 from simulator.planners.outcome import Infeasible
 from simulator.studies.sweep import Sweep
+from tracer.rehearsal import run_on_null_driver
+from traces.devices import device
 from traces.provenance import MEASURED_CUDA, REHEARSED
 
 pytestmark = pytest.mark.rehearsal
@@ -75,7 +77,15 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
     assert "measured" not in done.stdout.lower().replace(MEASURED_CUDA, "")
     told = json.loads((tmp_path / "m.json").read_text())
     assert told["environment"]["gpu"] == "H100 (rehearsed)"
-    assert told["steps"] > 1
+    job = {
+        "plan_path": str(tmp_path / "plan.json"),
+        "model": f"{tmp_path}/net.py:build",
+        "device": "cuda",
+        "steps": 2,
+    }
+    job |= {"variant": "verify", "memory_steps": 3, "warmup": 1, "runs": 2}
+    verified = run_on_null_driver("executor.measuring:do", job, device("h100"), what="verified")
+    assert verified["verification"]["steps"] == 2
     assert told["measured"]["step_time_ns"] is None
     assert not told["measured"]["times_ns"]
     for key in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):
