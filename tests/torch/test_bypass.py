@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -194,11 +193,6 @@ def test_copies_and_pickles_have_the_instance_s_forward() -> None:
     with unplanned(planned):
         planned.eval()
         assert torch.equal(planned(x), 2 * net().eval()(x))
-
-
-def test_a_planned_module_pickles(plan: Plan) -> None:
-    planned = pickle.loads(pickle.dumps(apply_plan(net(), plan)))
-    as_eager(planned, planned)
 
 
 @pytest.mark.parametrize(

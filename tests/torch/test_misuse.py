@@ -32,13 +32,14 @@ from torch import nn  # noqa: E402
 from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor import apply_plan, unplanned  # noqa: E402
 from executor.graphs.unchanged import digest as _digest  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.capture.capture import capture  # noqa: E402
+from tracer.capture.capture import Capturing  # noqa: E402
 from tracer.torch_api import FakeTensor, pytree  # noqa: E402
 from traces.errors import CaptureError, LowtideError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
@@ -375,6 +376,11 @@ def a_linear_deleted_and_put_back(m: Any) -> None:
     linear = m.block.linear
     del m.block.linear
     m.block.linear = linear
+
+
+@change("another graph")
+def a_weight_pruned(m: Any) -> None:
+    prune.l1_unstructured(m.head, "weight", 0.5)
 
 
 SCALE = 1.0
@@ -795,6 +801,8 @@ def two_forwards_then_two_backwards(m: Any) -> Any:
     a, b = total(m(batch(1))), total(m(batch(2)))
     b.backward()
     a.backward()
+    a, b = total(m(batch(3))), total(m(batch(4)))
+    (a + 2 * b).backward()
     return a.item(), b.item()
 
 
@@ -805,6 +813,44 @@ def an_output_changed_without_grad(m: Any) -> Any:
     with torch.no_grad():
         out.mul_(2)
     loss.backward()
+
+
+@row(net=Shallow)
+def an_output_changed_in_place(m: Any) -> Any:
+    losses = []
+    for change in (
+        lambda x: x.div_(3.0),
+        lambda x: x[:, 1].mul_(2.0),
+        lambda x: x.masked_fill_(x < 0.5, 0.0),
+        lambda x: x.__setitem__(0, 1.0),
+    ):
+        out = m(batch())
+        change(out)
+        loss = total(out)
+        loss /= 2
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+class Views(nn.Module):
+    """Two outputs that share memory, and one that is the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        return y, y[0], x
+
+
+@row(net=Views)
+def outputs_that_share_memory_changed_in_place(m: Any) -> Any:
+    for which in (0, 1):
+        out = m(batch())
+        out[which].mul_(2)
+        total(out).backward()
 
 
 class Sigmoid(nn.Module):
@@ -855,10 +901,32 @@ def evaluation_between_forward_and_backward(m: Any) -> Any:
     return out
 
 
+class AsksWhetherItTrains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.linear(x), 0.5, training=self.training)
+
+
+@row(net=AsksWhetherItTrains)
+def training_and_evaluation_by_turns(m: Any) -> Any:
+    return [(step(m.train(), batch(k)), m.eval()(batch(k))) for k in range(3)]
+
+
 @row()
 def backward_twice(m: Any) -> Any:
     loss = total(m(batch()))
     loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@row()
+def backward_a_third_time_without_its_graph(m: Any) -> Any:
+    loss = total(m(batch()))
+    loss.backward(retain_graph=True)
+    loss.backward()
     loss.backward()
 
 
@@ -1273,6 +1341,20 @@ def weights_made_by_torch_s_hooks(m: Any) -> Any:
     return steps(m)
 
 
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sigmoid()
+
+
+@row(net=Parametrized)
+def weights_made_by_a_parametrization(m: Any) -> Any:
+    return changed(lambda m: None)(m)
+
+
 @row("another graph", net=Hooked)
 def a_hook_removed(m: Any) -> Any:
     first = step(m)
@@ -1404,6 +1486,19 @@ def gradients_set_to_zero_and_to_none(m: Any) -> Any:
         optimizer.step()
         optimizer.zero_grad(set_to_none=bool(k % 2))
     return optimizer.state_dict()
+
+
+@row()
+def a_scheduler_and_clipped_gradients(m: Any) -> Any:
+    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+    scheduler, losses = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), []
+    for k in range(4):
+        losses.append(step(m, batch(k)))
+        nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return losses
 
 
 @row()
@@ -1783,6 +1878,6 @@ def test_a_parameter_in_a_list_is_refused() -> None:
     m = Tensors()
     m.several[0].requires_grad_()
     with pytest.raises(CaptureError, match=r"shape \(8,\) that requires a gradient"):
-        capture(m, (batch(),), {}, lambda out: {id(out)})
+        Capturing()(m, (batch(),), {}, lambda out: {id(out)})
     m.several[0].requires_grad_(False)
-    assert capture(m, (batch(),), {}, lambda out: {id(out)}).forward
+    assert Capturing()(m, (batch(),), {}, lambda out: {id(out)}).forward

@@ -13,7 +13,6 @@ import warnings
 import zlib
 from collections import UserDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,6 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.nn.utils import prune  # noqa: E402
 
 import executor.backend as module_module  # noqa: E402
 import tracer.capture.capture as capture_module  # noqa: E402
@@ -108,76 +106,6 @@ def test_it_has_the_model_s_name_and_signature(plan: Plan) -> None:
     assert repr(planned) == repr(other)
 
 
-class Student(nn.Module):
-    """A frozen teacher in a plain list, which hides it from state_dict, and from torch's export."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(4, 4)
-        teacher = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.0)))
-        self.teachers = [teacher.requires_grad_(False)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.tanh(self.own(x)) - self.teachers[0](x)).pow(2).mean()
-
-
-@pytest.mark.parametrize("in_hand", [True, False])
-def test_a_frozen_module_in_a_list(in_hand: bool) -> None:
-    torch.manual_seed(0)
-    model, x = Student(), torch.randn(8, 4)
-    planned = copy.deepcopy(model)
-    if in_hand:
-        planned = fit(planned, (x,), budget="100%")
-    else:  # from a plan that was made where there were only fakes
-        planned = apply_plan(planned, planned_for(Student, (torch.randn(8, 4),)))
-    for _ in range(2):
-        model(x).backward()
-        planned(x).backward()
-        assert torch.equal(model.own.weight.grad, planned.own.weight.grad)
-        for net in (model, planned):  # a teacher that follows its student
-            net.teachers[0][0].weight.lerp_(net.own.weight.detach(), 0.5)
-    planned.teachers[0][1][0].p = 1.0
-    with pytest.raises(PlanError) if not in_hand else pytest.warns(UserWarning, match="another graph"):
-        planned(x)
-
-
-def test_a_module_that_only_a_closure_names_has_children_of_its_own() -> None:
-    def build() -> nn.Module:
-        inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
-
-        class Outer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = inner
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.inner(x).pow(2).mean() * len(inner)
-
-        return Outer()
-
-    torch.manual_seed(0)
-    model, x = build(), torch.randn(8, 4)
-    planned = apply_plan(copy.deepcopy(model), planned_for(build, (torch.randn(8, 4),)))
-    model(x).backward()
-    planned(x).backward()  # the copy's class still names the first one's inner module
-    assert torch.equal(model.inner[0].weight.grad, planned.inner[0].weight.grad)
-
-
-def test_what_is_called_is_what_is_captured() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.scale = nn.Linear(4, 4), 2.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) * self.scale
-
-    x = torch.ones(2, 4)
-    planned = apply_plan(Scaled(), planned_for(Scaled, x, lambda y: y.sum()))
-    planned.scale = 0.5
-    assert torch.equal(planned(x), planned.linear(x) * 0.5)
-
-
 def test_in_place_it_is_the_very_object_until_the_plan_is_removed(plan: Plan) -> None:
     eager, model = twins()
     assert apply_plan(model, plan) is model
@@ -248,128 +176,6 @@ def test_a_copy_trains_by_the_plan(how: str, used: bool, plan: Plan, tmp_path: P
     assert len(compiled(other)) == 1
     assert len(compiled(planned)) == used
     assert "forward" not in vars(remove_plan(other))
-
-
-def test_a_model_with_parametrizations_and_one_with_flat_weights() -> None:
-    """Their modules cannot be copied by `copy.copy`, or hold their weights in a list beside the slots."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-            self.rnn = nn.GRU(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.rnn(self.normed(x))[0]
-
-    x = torch.randn(3, 2, 4)
-    planned = apply_plan(Net(), planned_for(Net, x, lambda y: y.sum()))
-    eager = Net()
-    for model in (eager, planned):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-    for p, q in zip(eager.parameters(), planned.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-        torch.testing.assert_close(p, q)
-    assert len(planned.receipt().captures) == 1  # a step of the optimizer is no change of the model
-
-
-def test_pruned_after_a_step_it_is_another_graph_and_said(plan: Plan) -> None:
-    eager, model = twins()
-    planned = apply_plan(model, plan)
-    same_training(eager, planned, steps=1)
-    prune.l1_unstructured(planned.conv, "weight", 0.5)
-    with pytest.raises(PlanError, match="another graph"):
-        planned(batch()[0])
-    prune.remove(planned.conv, "weight")
-    prune.remove(prune.l1_unstructured(eager.conv, "weight", 0.5), "weight")
-    with torch.no_grad():
-        eager.conv.weight.copy_(planned.conv.weight)
-    x, y = batch()
-    for m in (eager, planned):
-        torch.manual_seed(1)
-        functional.cross_entropy(m(x), y).backward()
-    assert torch.equal(eager.stem.weight.grad, planned.stem.weight.grad)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hooks and outputs
-
-
-def test_hooks_of_the_model_itself_run_once_a_call_and_not_in_the_graph(plan: Plan) -> None:
-    eager, model = twins()
-    planned = apply_plan(model, plan)
-    seen: dict[int, list[str]] = {id(eager): [], id(planned): []}
-
-    def halve(m: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen[id(m)].append("before")
-        return (args[0] / 2,)
-
-    def double(m: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-        seen[id(m)].append("after")
-        return out * 2
-
-    for m in (eager, planned):
-        m.register_forward_pre_hook(halve)
-        m.register_forward_hook(double)
-    same_training(eager, planned)
-    assert seen[id(planned)] == seen[id(eager)] == ["before", "after"] * 3
-
-
-CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "div_": lambda x: x.div_(3.0),
-    "in part": lambda x: x[:, 1].mul_(2.0),
-    "masked_fill_": lambda x: x.masked_fill_(x < 0, 0.0),
-    "index": lambda x: x.__setitem__(0, 1.0),
-    "no_grad": lambda x: torch.no_grad()(x.mul_)(0.5),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_output_changes_in_place(change: str, plan: Plan) -> None:
-    eager, model = twins()
-
-    def step(m: nn.Module, seed: int) -> torch.Tensor:
-        x, y = batch(seed=seed)
-        logits = m(x)
-        CHANGES[change](logits)
-        loss = functional.cross_entropy(logits, y)
-        loss /= 2
-        return loss
-
-    same_training(eager, apply_plan(model, plan), step=step)
-
-
-class Views(nn.Module):
-    """Two outputs that share memory, and one that is the argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.linear(x)
-        return y, y[0], x
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_an_output_that_shares_memory_is_changed_in_place_as_eager_changes_it(which: int) -> None:
-    x, eager = torch.randn(3, 4), Views()
-
-    def loss(out: Any) -> torch.Tensor:
-        return out[0].square().sum() + out[1].sum()
-
-    planned = apply_plan(eager, planned_for(Views, x, loss))
-    grads = []
-    for model in (eager, planned):
-        out = model(x)
-        out[which].mul_(2)
-        grads.append(torch.autograd.grad(loss(out), tuple(model.parameters())))
-    assert all(map(torch.equal, *grads))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -761,15 +567,3 @@ def test_a_plan_without_a_sketch_says_less() -> None:
     planned = apply_plan(Heads(), old)
     with pytest.raises(PlanError, match=r"made for another graph.*its structure is"):
         call_with(weight=torch.ones(3))(planned)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many shapes
-
-
-def test_threads_train_by_one_plan() -> None:
-    planned = fitted(Deep())
-    with ThreadPoolExecutor(2) as threads:
-        parts = list(threads.map(planned, rows(32)[0].chunk(2)))
-    torch.cat(parts).sum().backward()
-    assert planned.receipt().planned_steps == 2
