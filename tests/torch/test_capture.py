@@ -15,7 +15,7 @@ from torch.nn import functional  # noqa: E402
 
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, program, recorded, step_of  # noqa: E402
-from tracer.capture.capture import capture  # noqa: E402
+from tracer.capture.capture import Capturing  # noqa: E402
 from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
 from tracer.record.eager import Scalars  # noqa: E402
 from tracer.record.program import Program, is_random  # noqa: E402
@@ -242,7 +242,7 @@ def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     model = small_nets.Branching()
     parameters = {n: id(p) for n, p in model.named_parameters()}
     with pytest.raises(CaptureError):
-        capture(model, (torch.randn(2, 4),), {}, lambda y: {id(y)})
+        Capturing()(model, (torch.randn(2, 4),), {}, lambda y: {id(y)})
     assert {n: id(p) for n, p in model.named_parameters()} == parameters
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

@@ -124,18 +124,6 @@ class Capturing:
         )
 
 
-def capture(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    wanted: Wanted,
-    target: Device | None = None,
-    autocast: Autocast = OFF,
-) -> Captured:
-    """Capture one call alone, as `Capturing` does."""
-    return Capturing()(model, args, kwargs, wanted, target, autocast)
-
-
 def _own(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[int, tuple[Input, torch.Tensor]]:
