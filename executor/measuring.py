@@ -13,7 +13,6 @@ import copy
 import gc
 import statistics
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -30,7 +29,6 @@ EAGER: Final = "eager"
 KEEP_ALL: Final = "keep_all"
 PLAN: Final = "plan"
 VERIFY: Final = "verify"
-_ITERATION: Final = "lowtide iteration"
 _TAKEN: Final = 3  # a gradient scaler must take so many steps that the optimizer's memory is in the figures
 _PATIENCE: Final = 40  # iterations that it may skip while it looks for its scale
 
@@ -136,29 +134,22 @@ def perform(job: Job) -> JobResult:
 
 
 def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
-    from torch.profiler import record_function
+    from tracer.measure.probes import cpu_loop
 
-    from tracer.measure.probes import memory_profiler
-
-    gc.collect()  # what goes while the profiler runs would count as less than nothing
-    with memory_profiler() as prof:
+    with cpu_loop() as loop:
         ready = prepare()
 
-        def iterate(k: int) -> bool:
-            with record_function(f"{_ITERATION} {k}"):
+        def iterate() -> bool:
+            with loop.iteration():
                 return ready.once()
 
-        iterations = _enough(iterate, job.memory_steps)
-    peaks, curve = peaks_of(prof, iterations)
-    del prof
-    # The profiler's results are millions of objects that Python's garbage collector would walk during the timed steps.
-    gc.collect()
-    figures = RunFigures(peak_allocated_bytes=max(steady(peaks)), peaks_bytes=tuple(peaks))
-    return _with_times(figures, ready, job, lambda: None), curve
+        _enough(iterate, job.memory_steps)
+    figures = RunFigures(peak_allocated_bytes=max(steady(loop.peaks)), peaks_bytes=tuple(loop.peaks))
+    return _with_times(figures, ready, job, lambda: None), loop.curve
 
 
-def _enough(iterate: Callable[[int], bool], least: int) -> int:
-    """Iterate `least` times, and further while a gradient scaler skips steps; returns how often.
+def _enough(iterate: Callable[[], bool], least: int) -> None:
+    """Iterate `least` times, and further while a gradient scaler skips steps.
 
     Raises:
         SpecError: it skips all of them.
@@ -171,28 +162,8 @@ def _enough(iterate: Callable[[int], bool], least: int) -> int:
                 f"the gradient scaler skipped {k - taken} of {k} steps, since gradients overflowed; give the scaler a "
                 "lower init_scale, or the optimizer a lower learning rate."
             )
-        taken += iterate(k)
+        taken += iterate()
         k += 1
-    return k
-
-
-def peaks_of(prof: Any, iterations: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-    """Peak live bytes in each marked iteration, and the last iteration's (ns, live bytes) curve.
-
-    The live bytes are a running sum of the CPU allocator's events over the whole profiled region, which must have
-    begun before anything was allocated.
-    """
-    from tracer.measure.probes import cpu_live
-
-    moments, live, spans = cpu_live(prof, _ITERATION)
-    peaks: list[int] = []
-    curve: tuple[tuple[int, int], ...] = ()
-    for k in range(iterations):
-        begin, end = spans[f"{_ITERATION} {k}"]
-        inside = range(bisect_left(moments, begin), bisect_right(moments, end))
-        peaks.append(max(live[inside.start : inside.stop + 1]))
-        curve = tuple((moments[i] - begin, live[i + 1]) for i in inside)
-    return peaks, curve
 
 
 def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
@@ -204,7 +175,7 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
     torch.cuda.empty_cache()
     peaks, blocks, reserved = [], [], []
 
-    def iterate(_k: int) -> bool:
+    def iterate() -> bool:
         torch.cuda.reset_peak_memory_stats()
         taken = ready.once()
         torch.cuda.synchronize()

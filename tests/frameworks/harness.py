@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from tracer.measure.probes import cpu_live, memory_profiler
+from tracer.measure.probes import cpu_loop
 from traces.records.plan import Plan
 
 VOCABULARY, LENGTH, BATCH = 97, 48, 4
@@ -60,19 +58,14 @@ def trained(run: Callable[[], tuple[nn.Module, list[float]]], seed: int = 5) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    gc.collect()
     try:
-        with memory_profiler() as prof:
+        with cpu_loop() as watched:
             model, losses = run()
             rng = torch.get_rng_state()
     finally:
         torch.set_num_threads(threads)
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    return Ended(losses=losses, state=state, rng=rng, peak_bytes=_peak(prof))
-
-
-def _peak(prof: Any) -> int:
-    return max(cpu_live(prof, "none")[1])
+    return Ended(losses=losses, state=state, rng=rng, peak_bytes=watched.highest)
 
 
 def same(eager: Ended, planned: Ended) -> None:

@@ -46,18 +46,14 @@ def tied() -> Built:
     return model, batch, functional.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def overflowing(init_scale: float = 2.0**40) -> dict[str, Any]:
+def overflowing() -> dict[str, Any]:
     """Asks for float16 and for a scaler whose first scale makes the gradients overflow."""
     model, batch, loss, optimizer = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     return {
         "model": model, "batch": batch, "loss": loss, "optimizer": optimizer,
         "amp": "float16", "scaler": scaler,
     }  # fmt: skip
-
-
-def always_overflowing() -> dict[str, Any]:
-    return overflowing(2.0**120)
 
 
 class Residual(nn.Module):

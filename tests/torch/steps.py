@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor import apply_plan
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
+from tracer.measure.probes import cpu_loop
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
 from tracer.step.batch import split_batch
-from tracer.step.loop import TrainingStep
+from tracer.step.loop import TrainingStep, run_step
 from tracer.step.step import BuildStep, load_spec
 from traces.devices import device
 from traces.errors import PlanError
@@ -43,6 +45,17 @@ def step_of(
 def build_of(make: Callable[[], tuple[Any, Any, Any, Any]], seed: int = 0) -> BuildStep:
     """A BuildStep of a function that returns (model, batch, loss, optimizer) on the CPU."""
     return BuildStep(model="test", options={}, seed=seed, make=lambda _device: step_of(*make()))
+
+
+def peaks(build: BuildStep, plan: Plan | None = None, iterations: int = 3) -> list[int]:
+    """The most bytes in each iteration of the ordinary loop, by the CPU allocator's own account."""
+    with cpu_loop() as loop:
+        step = build("cpu")
+        model = step.model if plan is None else apply_plan(step.model, plan)
+        for _ in range(iterations):
+            with loop.iteration():
+                run_step(step, model, step.optimizer)
+    return loop.peaks
 
 
 def recorded(spec: BuildStep) -> Draft:

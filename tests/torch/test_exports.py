@@ -16,15 +16,12 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch.profiler import record_function  # noqa: E402
 
 from executor.cli.main import execute  # noqa: E402
 from executor.exports import exports  # noqa: E402
-from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from simulator import api as simulator  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
-from tracer.measure.probes import memory_profiler  # noqa: E402
-from tracer.step.loop import run_step  # noqa: E402
+from tests.torch.steps import peaks, recorded  # noqa: E402
+from tracer.step.loop import TrainingStep  # noqa: E402
 from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.records.plan import Plan, Rewrite  # noqa: E402
@@ -68,14 +65,15 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 def ran(build: BuildStep, change: Callable[[nn.Module], Any]) -> tuple[list[torch.Tensor], int]:
     """Gradients after two steps of the model as `change` leaves it, and the steady peak in bytes."""
-    with memory_profiler() as prof:
-        torch.manual_seed(0)
-        step = build("cpu")
-        change(step.model)
-        for k in range(3):
-            with record_function(f"{_ITERATION} {k}"):
-                run_step(step, step.model, step.optimizer)
-    return [p.grad for p in step.model.parameters()], max(peaks_of(prof, 3)[0][1:])
+    made: list[TrainingStep] = []
+
+    def changed(device: str) -> TrainingStep:
+        made.append(build.make(device))
+        change(made[-1].model)
+        return made[-1]
+
+    steady = max(peaks(replace(build, make=changed))[1:])
+    return [p.grad for p in made[-1].model.parameters()], steady
 
 
 def every(n: int) -> Callable[[nn.Module], Any]:

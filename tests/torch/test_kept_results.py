@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -12,15 +11,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
-from executor.measuring import peaks_of  # noqa: E402
-from executor.training.module import apply_plan  # noqa: E402
 from simulator import simulate  # noqa: E402
-from tests.torch.steps import build_of, recorded  # noqa: E402
+from tests.torch.steps import build_of, peaks, recorded  # noqa: E402
 from tracer.costs.roofline import result_bytes  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from tracer.step.loop import run_step  # noqa: E402
 
 aten = torch.ops.aten
 CALLS: list[tuple[Any, tuple[Any, ...]]] = [
@@ -76,12 +71,4 @@ def test_the_memory_of_such_a_step_is_predicted_to_the_byte() -> None:
 
     build = build_of(make)
     kept = simulate(measure(recorded(build), build, "cpu", rounds=1, warmup=1).finish())
-    gc.collect()  # so that nothing of before is freed under the profiler
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step = build("cpu")
-        model = apply_plan(step.model, kept.plan)
-        for k in range(4):
-            with record_function(f"lowtide iteration {k}"):
-                run_step(step, model, step.optimizer)
-    peaks, _ = peaks_of(prof, 4)
-    assert max(peaks[2:]) == kept.saved.timeline.peak_allocated_bytes
+    assert max(peaks(build, kept.plan, 4)[2:]) == kept.saved.timeline.peak_allocated_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,21 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.profiler import record_function  # noqa: E402
 
-from executor import apply_plan  # noqa: E402
-from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import plan_of, recompute_all, step_of  # noqa: E402
+from tests.torch.steps import peaks, plan_of, recompute_all, step_of  # noqa: E402
 from tracer import trace  # noqa: E402
-from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
-from tracer.step.loop import run_step  # noqa: E402
 from tracer.step.loop_options import parse_around  # noqa: E402
 from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from tracer.step.user_step import move_averages  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import LowtideError, SpecError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
 from traces.records.trace import GRADIENT, Trace  # noqa: E402
 
 CPU = device("cpu")
-ITERATIONS = 4
 LOOPS: dict[str, dict[str, Any]] = {
     "before": {},
     "after": {"zero_grad": "after"},
@@ -90,19 +82,6 @@ def looped(make: Callable[[], tuple[Any, ...]], options: dict[str, Any]) -> Buil
     )
 
 
-def measured_peaks(build: BuildStep, plan: Plan | None = None) -> list[int]:
-    """Of each iteration, by the CPU allocator's own account."""
-    gc.collect()
-    with memory_profiler() as prof:
-        step = build("cpu")
-        model = step.model if plan is None else apply_plan(step.model, plan)
-        for k in range(ITERATIONS):
-            with record_function(f"{_ITERATION} {k}"):
-                run_step(step, model, step.optimizer)
-    assert prof.profiler is not None
-    return peaks_of(prof, ITERATIONS)[0]
-
-
 def recorded(build: BuildStep) -> Trace:
     return record_fake(build, CPU, ProfileUse(off=True))
 
@@ -114,7 +93,7 @@ def test_peaks_are_those_that_were_predicted(make: Any, loop: str) -> None:
     found = recorded(build)
     problem = Problem(found)
     plan = plan_of(found, *recompute_all(problem))
-    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == peaks(build, plan, 4)[-1]
 
 
 def test_gradients_of_earlier_parts_are_there_in_forward() -> None:
@@ -154,7 +133,7 @@ def test_a_loop_is_measured_op_by_op(loop: dict[str, Any]) -> None:
     found = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
     assert found.meta.mode == "real"
     assert found.ops.target == recorded(build).ops.target
-    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
+    assert found.meta.untouched_peak_bytes == peaks(build, iterations=4)[-1]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +207,7 @@ def test_a_loop_of_the_user_s_own_has_the_predicted_peaks(tmp_path: Path) -> Non
     found = recorded(build)
     assert found.meta.loop == "step()"
     plan = plan_of(found, *recompute_all(Problem(found)))
-    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == peaks(build, plan, 4)[-1]
 
 
 def test_a_loop_of_the_user_s_own_trains_with_a_plan(tmp_path: Path) -> None:

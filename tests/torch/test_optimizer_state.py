@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,33 +12,16 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.profiler import record_function  # noqa: E402
 
-from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from simulator.allocator.reserved import reserved_peak  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of  # noqa: E402
-from tracer.measure.probes import memory_profiler  # noqa: E402
+from tests.torch.steps import build_of, peaks  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
-from tracer.step.loop import run_step  # noqa: E402
-from tracer.step.step import BuildStep  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.records.trace import BACKWARD  # noqa: E402
 
 CPU = device("cpu")
-
-
-def measured_bytes(build: BuildStep, iteration: int = 2) -> int:
-    """The peak of an iteration of the ordinary loop (default: a steady one), by the CPU allocator's own account."""
-    gc.collect()
-    with memory_profiler() as prof:
-        step = build("cpu")
-        for k in range(3):
-            with record_function(f"{_ITERATION} {k}"):
-                run_step(step, step.model, step.optimizer)
-    assert prof.profiler is not None
-    return peaks_of(prof, 3)[0][iteration]
 
 
 class Replacing(torch.optim.Optimizer):
@@ -70,7 +52,7 @@ def test_an_optimizer_may_replace_its_state() -> None:
     trace = trace_step(build, CPU).finish()
     parameters = 4 * 2 * (256 * 256 + 256)
     assert trace.resident_bytes == 3 * parameters + 2 * 4 * 2 * 256
-    assert Problem(trace).saved.timeline.peak_allocated_bytes == pytest.approx(measured_bytes(build), abs=128)
+    assert Problem(trace).saved.timeline.peak_allocated_bytes == pytest.approx(peaks(build)[2], abs=128)
 
 
 class OneByOne(torch.optim.Optimizer):
@@ -94,7 +76,7 @@ def test_the_first_iteration_makes_state_when_the_optimizer_does(optimizer: Any)
     build = build_of(lambda: wide_step(optimizer))
     problem = Problem(trace_step(build, CPU).finish())
     first = reserved_peak(problem, problem.saved.schedule).iterations[0]
-    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)
+    assert first.peak_requested_bytes == pytest.approx(peaks(build)[0], abs=128)
 
 
 def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -115,7 +97,7 @@ def test_the_state_of_a_group_of_parameters_comes_at_once() -> None:
     build = build_of(made)
     problem = Problem(trace_step(build, CPU).finish())
     first = reserved_peak(problem, problem.saved.schedule).iterations[0]
-    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)
+    assert first.peak_requested_bytes == pytest.approx(peaks(build)[0], abs=128)
 
 
 def test_state_that_an_optimizer_has_before_its_first_step_is_there_from_the_start() -> None:
@@ -129,7 +111,7 @@ def test_state_that_an_optimizer_has_before_its_first_step_is_there_from_the_sta
     build = build_of(made)
     problem = Problem(trace_step(build, CPU).finish())
     first = reserved_peak(problem, problem.saved.schedule).iterations[0]
-    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=256)
+    assert first.peak_requested_bytes == pytest.approx(peaks(build)[0], abs=256)
 
 
 class Sum(nn.Module):
@@ -194,4 +176,4 @@ def test_parameters_and_buffers_lie_as_the_model_is_moved() -> None:
 def test_a_measured_trace_has_the_peak_of_the_untouched_loop() -> None:
     build = build_of(lambda: wide_step(torch.optim.Adam))
     trace = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
-    assert trace.meta.untouched_peak_bytes == measured_bytes(build)
+    assert trace.meta.untouched_peak_bytes == peaks(build)[2]

@@ -295,11 +295,13 @@ def test_verification_notices_another_scale(monkeypatch: pytest.MonkeyPatch) -> 
     assert outcome.max_abs_difference[SCALER] > 0
 
 
-def test_measuring_waits_until_the_scaler_takes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_begins_with_a_scale_at_which_the_scaler_takes_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spec = load_spec(OVERFLOWING)
     fake = recorded(spec)
     assert measure(fake, spec, "cpu", rounds=1, warmup=1).finish().meta.mode == "real"
-    monkeypatch.setattr("tracer.measure.runner.PATIENCE", 0)
+    monkeypatch.setattr("tracer.measure.step.start_low", lambda scaler: None)
     with pytest.raises(TraceError, match="the real step differs"):
         measure(fake, spec, "cpu", rounds=1, warmup=1)
 

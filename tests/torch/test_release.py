@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import random
 from collections.abc import Callable
@@ -18,23 +17,21 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.profiler import record_function  # noqa: E402
 
 from executor import apply_plan, fit  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.graphs.match import program_actions  # noqa: E402
-from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.api import plan as plan_within  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import build as schedule_of  # noqa: E402
-from tests.torch.steps import plan_of, random_actions, recompute_all  # noqa: E402
-from tests.torch.test_loops import CPU, ITERATIONS, looped, measured_peaks, recorded, wide  # noqa: E402
+from tests.torch.steps import peaks, plan_of, random_actions, recompute_all  # noqa: E402
+from tests.torch.test_loops import CPU, looped, recorded, wide  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
-from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.measure.probes import cpu_loop  # noqa: E402
 from tracer.record.program import program_of  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
 from tracer.recording import ProfileUse, record_real  # noqa: E402
@@ -136,7 +133,7 @@ def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> N
     for actions in (recompute_all(Problem(found)), random_actions(found, random.Random(1))):
         plan = plan_of(found, *actions)
         predicted = simulate(found, plan).planned.timeline.peak_allocated_bytes
-        assert predicted == measured_peaks(build, plan)[-1]
+        assert predicted == peaks(build, plan, 4)[-1]
         outcome = verify(build, plan, "cpu", 3)
         assert outcome.bit_equal, outcome.first_difference
 
@@ -160,7 +157,7 @@ def test_models_by_name(model: str, options: dict[str, Any]) -> None:
     build = load_spec(model, {**options, **RELEASE})
     found = recorded(build)
     plan = plan_of(found, *recompute_all(Problem(found))[::2])
-    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == peaks(build, plan, 4)[-1]
     outcome = verify(build, plan, "cpu", 3)
     assert outcome.bit_equal, outcome.first_difference
 
@@ -173,7 +170,7 @@ def test_with_a_loss_head_in_tiles(share: float) -> None:
     whole = Problem(found).saved.timeline.peak_allocated_bytes
     plan = plan_within(found, int(share * whole), allow="fp", seconds=0.5)
     assert [r.kind for r in plan.rewrites] == ["tile"]
-    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == peaks(build, plan, 4)[-1]
     outcome = verify(build, plan, "cpu", 2)
     assert outcome.equal, outcome.note
 
@@ -282,12 +279,11 @@ def test_the_users_own_hooks_run_inside_a_planned_backward() -> None:
     """`fit` predicts that loop to the byte; its result is the ordinary loop's, and so are the optimizers' states."""
     plain, given = wide_step()  # whose batch stays: what is freed meanwhile must have been made meanwhile
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
-    for _ in range(ITERATIONS):
+    for _ in range(4):
         functional.mse_loss(plain(given[0]), given[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    gc.collect()
-    with memory_profiler() as prof:
+    with cpu_loop() as watched:
         model, batch = wide_step()
         optimizers = own_hooks(model)
         planned = fit(
@@ -299,14 +295,12 @@ def test_the_users_own_hooks_run_inside_a_planned_backward() -> None:
             release_gradients=True,
             say=lambda line: None,
         )
-        for k in range(ITERATIONS):
-            with record_function(f"{_ITERATION} {k}"):
+        for _ in range(4):
+            with watched.iteration():
                 loss = functional.mse_loss(planned(batch[0]), batch[1])
                 loss.backward()
-    assert prof.profiler is not None
-    peak = peaks_of(prof, ITERATIONS)[0][-1]
     assert all(p.grad is None for p in planned.parameters())
-    assert peak == planned.receipt().plan.predicted["plan"]["peak_allocated_bytes"]  # type: ignore[operator]
+    assert watched.peaks[-1] == planned.receipt().plan.predicted["plan"]["peak_allocated_bytes"]  # type: ignore[operator]
     for x, y in zip(plain.parameters(), planned.parameters(), strict=True):
         assert torch.equal(x, y)
     state = optimizer.state_dict()["state"]
@@ -391,7 +385,7 @@ def test_what_needs_all_gradients_is_refused(make: Any, options: dict[str, Any],
 
 def test_its_ops_are_measured_in_a_loop_that_ends_in_a_step_and_its_peak_in_its_own() -> None:
     found = record_real(looped(wide, RELEASE), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
-    assert found.meta.untouched_peak_bytes == measured_peaks(looped(wide, RELEASE))[-1]
+    assert found.meta.untouched_peak_bytes == peaks(looped(wide, RELEASE), iterations=4)[-1]
     assert found.meta.within_backward
 
 

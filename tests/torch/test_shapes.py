@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch")
 
 import tracer.capture.capture as capture_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
-from executor.measuring import peaks_of  # noqa: E402
 from simulator.api import plan as plan_for  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.bounds.bound import Instants  # noqa: E402
@@ -29,7 +28,7 @@ from tests.torch.steps import plan_of, recompute_all  # noqa: E402
 from tests.torch.test_sizes import transformers  # noqa: E402
 from tracer.api import trace, trace_shapes  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
-from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.measure.probes import cpu_loop  # noqa: E402
 from tracer.step.loop import run_step  # noqa: E402
 from tracer.step.loop_options import JOIN_LOSS  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
@@ -206,17 +205,16 @@ def trained(
     batches = {n: sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in s.tensors()}.values())
                for n, s in made.items()}  # fmt: skip
     del made
-    with memory_profiler() as prof:
+    with cpu_loop() as watched:
         step = load_spec(model, {**options, "seq_len": shapes.largest["seq_len"]})("cpu")
         planned = apply_plan(step.model, plan)
         for k in range(steps):
             given.append(rng.choice([*predicted]) if k > 2 else shapes.largest["seq_len"])
             mine = replace(step, **parts[given[-1]])
-            with torch.profiler.record_function(f"lowtide iteration {k}"):
+            with watched.iteration():
                 run_step(mine, planned, step.optimizer)
     own = batches[shapes.largest["seq_len"]]  # the built step's, counted and not used
-    peaks, _ = peaks_of(prof, steps)
-    peaks = [p + batches[n] - own for n, p in zip(given, peaks, strict=True)]
+    peaks = [p + batches[n] - own for n, p in zip(given, watched.peaks, strict=True)]
     assert plan.budget_bytes is not None
     return given, peaks, predicted, plan.budget_bytes
 

@@ -19,10 +19,9 @@ from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
 from executor.backend import EXACT, RESIZED, SAVED  # noqa: E402
-from executor.measuring import peaks_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.measure.probes import cpu_loop  # noqa: E402
 from tracer.step.named.vision import import_torchvision  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 
@@ -283,18 +282,17 @@ def peaks_and_resident(steps: int) -> tuple[list[int], list[int]]:
     """Peaks by the allocator's account, and resident pages, of steps of random lengths; the first is the longest."""
     _, planned, batch = pair(deciding("plain"), (32, 256), everything=True)
     rng, resident = random.Random(1), []
-    with memory_profiler() as prof:
+    with cpu_loop() as watched:
         for k in range(steps):
             given = batch(32, rng.randint(2, 256) if k else 256)
-            with torch.profiler.record_function(f"lowtide iteration {k}"):
+            with watched.iteration():
                 planned(**given).backward()
                 planned.zero_grad()
             del given
             gc.collect()
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
     assert [c.fit for c in planned.receipt().captures] == [EXACT, RESIZED]
-    peaks, _ = peaks_of(prof, steps)
-    return peaks, resident
+    return watched.peaks, resident
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +21,8 @@ import torch
 from tracer.measure.cuda_history import MARK_BYTES, History, OpWindow, read_history
 from tracer.torch_api import RecordFunctionFast, cuda_memory_snapshot, pytree, record_memory_history
 
-MARK = "#lowtide "
+MARK = "#lowtide op "
+ITERATION = "#lowtide iteration "
 
 
 class Probe:
@@ -186,14 +189,47 @@ def cpu_account(prof: Any, prefix: str) -> tuple[list[tuple[int, int]], dict[str
     return sorted(events, key=lambda e: e[0]), spans
 
 
-def cpu_live(prof: Any, prefix: str) -> tuple[list[int], list[int], dict[str, tuple[int, int]]]:
-    """When something was allocated or freed on the CPU (ns), the bytes that are live before the first of these moments
-    and after each, and the marks' spans as `cpu_account` has them.
+@dataclass
+class CpuLoop:
+    """Iterations of a loop as the CPU allocator saw them, once `cpu_loop` has ended."""
 
-    Counts: from the beginning of the profiled region, which must come before anything that matters is allocated.
+    iterations: int = 0
+    peaks: list[int] = field(default_factory=list)  # the most bytes that were live in each
+    curve: tuple[tuple[int, int], ...] = ()  # of the last: (ns since it began, live bytes)
+    highest: int = 0  # over all
+
+    @contextlib.contextmanager
+    def iteration(self) -> Iterator[None]:
+        """The body is one."""
+        with RecordFunctionFast(f"{ITERATION}{self.iterations}"):
+            yield
+        self.iterations += 1
+
+    def read(self, prof: Any) -> None:
+        """Learn what the profiler noted."""
+        events, spans = cpu_account(prof, ITERATION)
+        moments, live = [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0))
+        self.highest = max(live)
+        for k in range(self.iterations):
+            begin, end = spans[f"{ITERATION}{k}"]
+            inside = range(bisect.bisect_left(moments, begin), bisect.bisect_right(moments, end))
+            self.peaks.append(max(live[inside.start : inside.stop + 1]))
+            self.curve = tuple((moments[i] - begin, live[i + 1]) for i in inside)
+
+
+@contextlib.contextmanager
+def cpu_loop() -> Iterator[CpuLoop]:
+    """Watch a loop whose iterations the body marks.
+
+    Counts: from the beginning of the body, which must come before anything that matters is allocated.
     """
-    events, spans = cpu_account(prof, prefix)
-    return [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0)), spans
+    gc.collect()  # what goes while the profiler runs would count as less than nothing
+    loop = CpuLoop()
+    with memory_profiler() as prof:
+        yield loop
+    loop.read(prof)
+    del prof
+    gc.collect()  # the profiler's results are millions of objects, which would be walked while steps are timed
 
 
 def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:

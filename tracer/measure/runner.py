@@ -22,8 +22,6 @@ from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.user_errors import explained
 from tracer.torch_api import TorchDispatchMode, disable_current_modes, pytree
 
-PATIENCE = 40  # rounds in which a gradient scaler may lower its scale until a step is taken
-
 
 class GraphRunner:
     """Runs training steps in which the captured model is executed op by op under a probe."""
@@ -69,17 +67,6 @@ class GraphRunner:
             model = _Callable(self, timer, None, self._calls, at_last_call)
             run_step(self.step, model, self.step.optimizer)
         timer.finish()
-
-    def settle(self, targets: Sequence[str]) -> None:
-        """Run steps until a gradient scaler takes one that is as recorded.
-
-        It begins with a scale that may make gradients overflow; such a step leaves the optimizer out.
-        """
-        for _ in range(PATIENCE if self.step.scaler is not None else 0):
-            probe = Probe()
-            self.round(probe)
-            if probe.targets == list(targets):
-                return
 
     def code(self, probe: Probe) -> tuple[Code, Code]:
         """The model's code under a probe, of forward and of backward."""

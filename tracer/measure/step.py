@@ -28,6 +28,7 @@ from tracer.costs.profiles import profile_of
 from tracer.measure.probes import CudaTimer, Probe, Silent, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.measure.runner import GraphRunner
 from tracer.measure.stepcode import takeovers
+from tracer.precision.policy import start_low
 from tracer.record.draft import Draft
 from tracer.step.step import BuildStep
 from traces.errors import TraceError
@@ -82,6 +83,7 @@ def measure(
     if cuda:
         from tracer.torch_api import clear_cublas_workspaces
     step = build(device)
+    start_low(step.scaler)
     expected = [row.target for row in draft.rows]
     runner = GraphRunner(draft.program, step, in_place=takeovers(draft), recorded=expected)
     kept, timer = None, CudaTimer() if cuda else Timer()
@@ -94,7 +96,6 @@ def measure(
     for _ in range(0 if rehearsed else max(warmup, 1) - 1):
         runner.round(timer)
     timer.finish()
-    runner.settle(expected)
     silent, wait = Silent(), torch.cuda.synchronize if cuda else lambda: None
     samples: list[list[int]] = []
     wholes: list[int] = []

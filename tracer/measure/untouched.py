@@ -15,15 +15,15 @@ from typing import Any, Final
 import torch
 
 from tracer.measure.cuda_history import MARK_BYTES, marked
-from tracer.measure.probes import cpu_live, memory_profiler
+from tracer.measure.probes import cpu_loop
+from tracer.precision.policy import start_low
 from tracer.step.loop import run_step
 from tracer.step.step import BuildStep
-from tracer.torch_api import RecordFunctionFast, cuda_memory_snapshot, record_memory_history
+from tracer.torch_api import cuda_memory_snapshot, record_memory_history
 from traces.records.trace import FIRST, FORWARD, LATER, Untouched
 
 ITERATIONS: Final = 3  # what the second gives back is the first's; the third and all further ones are alike
 MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all further ones ask the same
-MARK: Final = "#lowtide iteration"
 Ask = tuple[int, int, int, str]  # a row of Untouched
 
 
@@ -33,21 +33,14 @@ def untouched_loop(build: BuildStep, device: str) -> tuple[int, Untouched]:
 
     Counts: all that happens on the device meanwhile. Ignores: what was there before the step was built.
     """
-    gc.collect()
-    return _on_cuda(build, device) if device.startswith("cuda") else (_on_cpu(build, device), Untouched())
-
-
-def _on_cpu(build: BuildStep, device: str) -> int:
-    with memory_profiler() as prof:
+    if device.startswith("cuda"):
+        return _on_cuda(build, device)
+    with cpu_loop() as loop:
         step = build(device)
-        for k in range(ITERATIONS):
-            with RecordFunctionFast(f"{MARK} {k}"):
+        for _ in range(ITERATIONS):
+            with loop.iteration():
                 run_step(step, step.model, step.optimizer)
-    moments, live, spans = cpu_live(prof, MARK)
-    begin, end = spans[f"{MARK} {ITERATIONS - 1}"]
-    inside = [n for moment, n in zip(moments, live[1:], strict=True) if begin <= moment <= end]
-    before = [n for moment, n in zip(moments, live[1:], strict=True) if moment < begin]
-    return max((*before[-1:], *inside), default=0)
+    return loop.peaks[-1], Untouched()
 
 
 def _on_cuda(build: BuildStep, device: str) -> tuple[int, Untouched]:
@@ -56,12 +49,12 @@ def _on_cuda(build: BuildStep, device: str) -> tuple[int, Untouched]:
     def requested(which: str) -> int:
         return int(cuda_memory_stats(torch.cuda.current_device())["requested_bytes"]["all"][which])
 
+    gc.collect()
     clear_cublas_workspaces()  # which the loop makes
     before = requested("current")
     step = build(device)
     gc.collect()  # what building left is not given back by an iteration
-    if step.scaler is not None:  # torch's own begins with a scale at which it skips steps
-        step = replace(step, scaler=torch.amp.GradScaler("cuda", init_scale=1.0))
+    start_low(step.scaler)
     step = replace(step, loop=replace(step.loop, accumulate=min(step.loop.accumulate, MOST_PARTS)))
     marks: list[tuple[int, str]] = []  # (address of a marker, phase that begins; "": an iteration)
 

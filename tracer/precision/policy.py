@@ -14,6 +14,8 @@ POLICY_OPTIONS: Final = ("amp", "tf32")
 AMP_DTYPES: Final = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 FLOAT16: Final = "float16"  # the one that needs its gradients scaled: its smallest normal number is 6e-5
 
+LOW_SCALE: Final = 2.0**-16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autocast:
@@ -108,6 +110,13 @@ def set_tf32(policy: dict[str, Any]) -> None:
 def scale_of(scaler: Any) -> float:
     """By what a scaler multiplies the loss; 1 without one. It falls in a step whose gradients overflow."""
     return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def start_low(scaler: Any) -> None:
+    """Give a scaler, if there is one, a scale at which no gradient overflows: it skips steps that do, and torch's first
+    scale may be too large."""
+    if scaler is not None:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": LOW_SCALE})
 
 
 def scaler_tensors(scaler: Any) -> list[Any]:
