@@ -204,8 +204,9 @@ def trace_there(folder: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
     from inspect import unwrap
 
     from tracer.rehearsal.objects import load
-    from tracer.rehearsal.perform import explained, initialisers_without_values
+    from tracer.rehearsal.perform import explained
     from tracer.rehearsal.run import OBJECTS, TRACE
+    from tracer.step.context import initialisers_without_values
     from traces.records import store
 
     place, said = Path(folder), []  # type: ignore[var-annotated]

@@ -6,8 +6,8 @@ import pickle
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,42 @@ import torch
 from torch import nn
 
 from tracer.environment import environment
-from tracer.rehearsal.record import Rehearsal, Task
+from tracer.rehearsal.record import Rehearsal
 from tracer.rehearsal.watch import Enough, Watch, names, null_driver
-from tracer.torch_api import init_gpu_context, replaced
+from tracer.step.context import initialisers_without_values
+from tracer.step.loop import TrainingStep, run_step
+from tracer.step.optimizers import optimizer_tensors
+from tracer.step.step import load_spec
+from tracer.torch_api import init_gpu_context
 from traces.errors import LowtideError, SpecError
-from traces.files.json_records import from_json, to_json
+from traces.files.json_records import to_json
 from traces.files.whole import replacing
 
 
-def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Rehearse a task, for a fresh process (`traces.isolated`); the fields are those of the Rehearsal to fill."""
-    given = from_json(Task, dict(task))
-    watch = Watch(most_iterations=given.iterations if given.script else 0)
+def do(
+    *,
+    model: str,
+    script: bool,
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    seed: int,
+    plan: str,
+    apply: str,
+    iterations: int,
+    snapshot: str,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Rehearse, for a fresh process (`traces.isolated`): see `tracer.rehearsal.run.rehearse` for what is asked; the
+    fields are those of the Rehearsal to fill."""
+    watch = Watch(most_iterations=iterations if script else 0)
     out_of_memory = ""
     try:
         with watch.watching(), initialisers_without_values():
-            if given.script:
-                _script(given, watch)
+            if script:
+                _script(model, arguments, watch)
             else:
-                run_task(given, watch.begin, watch.end)
+                step = load_spec(model, dict(options), seed=seed)("cuda")
+                _loop(step, _planned(step.model, plan, apply), iterations, watch)
     except torch.cuda.OutOfMemoryError as error:
         out_of_memory = " ".join(str(error).split())
     except LowtideError:
@@ -45,15 +62,15 @@ def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
         raise explained(error) from error
     if not watch.iterations and not out_of_memory:
         raise SpecError(
-            f"{given.model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a "
-            "build function as FILE.py:build."
+            f"{model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a build "
+            "function as FILE.py:build."
         )
-    if given.snapshot:
-        with replacing(given.snapshot) as path:
+    if snapshot:
+        with replacing(snapshot) as path:
             path.write_bytes(pickle.dumps(watch.snapshot))
     done = Rehearsal(
         **fields,
-        model=given.model,
+        model=model,
         environment={k: v for k, v in environment("cuda").items() if k not in ("machine", "threads")},
         iterations=tuple(watch.iterations),
         alive=watch.alive_at_the_peak(),
@@ -63,27 +80,21 @@ def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     return to_json(done)
 
 
-def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """The ordinary loop around a step that Lowtide can build, with or without a plan.
+def _planned(model: nn.Module, plan: str, apply: str) -> Any:
+    """Return what is called in place of the model."""
+    module, _, name = apply.partition(":")
+    return getattr(import_module(module), name)(model, plan) if plan else model
 
-    begin: called before the first iteration; end: after each.
-    """
-    from tracer.step.loop import run_step
-    from tracer.step.optimizers import optimizer_tensors
-    from tracer.step.step import load_spec
 
-    step = load_spec(task.model, dict(task.options), seed=task.seed)("cuda")
-    model: Any = step.model
-    if task.plan:
-        module, _, name = task.apply.partition(":")
-        model = getattr(import_module(module), name)(step.model, task.plan)
+def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None:
+    """The ordinary loop around a step that Lowtide can build."""
     # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
     init_gpu_context(torch.device("cuda", torch.cuda.current_device()))
     _lay_out(step.model, (*optimizer_tensors(step.optimizer), *step.tensors()))
-    begin()
-    for _ in range(task.iterations):
+    watch.begin()
+    for _ in range(iterations):
         run_step(step, model, step.optimizer)
-        end()
+        watch.end()
 
 
 def _lay_out(model: nn.Module, rest: Sequence[torch.Tensor]) -> None:
@@ -115,10 +126,10 @@ def _lay_out(model: nn.Module, rest: Sequence[torch.Tensor]) -> None:
         move(x)
 
 
-def _script(task: Task, watch: Watch) -> None:
+def _script(model: str, arguments: Sequence[str], watch: Watch) -> None:
     """The user's own script, as `python FILE ARGUMENTS` would run it, until it has made its iterations."""
-    path = Path(task.model).resolve()
-    sys.argv = [task.model, *task.arguments]
+    path = Path(model).resolve()
+    sys.argv = [model, *arguments]
     sys.path.insert(0, str(path.parent))
     try:
         with redirect_stdout(sys.stderr):
@@ -127,9 +138,7 @@ def _script(task: Task, watch: Watch) -> None:
         pass
     except SystemExit as stop:
         if stop.code not in (None, 0) and not watch.iterations:
-            raise SpecError(
-                f"{task.model} ended with {stop.code!r} before an optimizer made a step."
-            ) from None
+            raise SpecError(f"{model} ended with {stop.code!r} before an optimizer made a step.") from None
 
 
 def explained(error: Exception) -> Exception:
@@ -144,14 +153,3 @@ def explained(error: Exception) -> Exception:
         f"the step asks CUDA for what the null driver has not ({', '.join(lacking)}), and ended with: {text}. "
         "Rehearse a step without it, or measure on a GPU."
     )
-
-
-def initialisers_without_values() -> AbstractContextManager[None]:
-    """Let torch.nn.init leave tensors as they are: values mean nothing here, and untouched pages take no memory."""
-
-    def skip(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    kinds = ("normal", "uniform", "trunc_normal", "kaiming_normal", "kaiming_uniform", "xavier_normal",
-             "xavier_uniform", "orthogonal")  # fmt: skip
-    return replaced(nn.init, **{f"{kind}_": skip for kind in kinds})

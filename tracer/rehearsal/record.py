@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import or_
 from typing import Any, Final
 
 from traces.files.json_records import to_json
 from traces.provenance import REHEARSED
-from traces.records.measurement import ITERATIONS, RunFigures, steady
+from traces.records.measurement import RunFigures, steady
 from traces.records.plan import PredictionWarning
 
 # Codes of warnings.
@@ -111,18 +111,3 @@ class Rehearsal:
             "first": to_json(self.first),
             "steady": to_json(self.steady),
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """The task of the process on the null driver; see `tracer.rehearsal.run.rehearse`."""
-
-    model: str = ""  # a name or "file.py:function", to build a step of; or a script, to run as it is
-    script: bool = False
-    arguments: tuple[str, ...] = ()  # of the script
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the step
-    seed: int = 0
-    plan: str = ""  # a file; "": the untouched model
-    apply: str = ""  # "module:function" that applies it: takes model and file, returns the model to call
-    iterations: int = ITERATIONS
-    snapshot: str = ""  # where to write torch's own; "": nowhere

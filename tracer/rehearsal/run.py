@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from tracer.rehearsal.driver import driver_environment, find_cuda_torch
-from tracer.rehearsal.record import Rehearsal, Task
+from tracer.rehearsal.record import Rehearsal
 from traces.devices import CONTEXT_BYTES, Device, device
 from traces.errors import SpecError
 from traces.files.json_records import from_json
@@ -78,21 +78,34 @@ def rehearse(
     board = device(gpu) if isinstance(gpu, str) else gpu
     runs_script = is_script(model) if script is None else script
     _check(model, runs_script, options or {}, arguments, plan)
-    task = Task(
-        model=model,
-        script=runs_script,
-        arguments=arguments,
-        options=dict(options or {}),
-        seed=seed,
-        plan=str(plan or ""),
-        apply=apply,
-        iterations=iterations,
-        snapshot=str(snapshot.absolute()) if snapshot else "",
-    )
-    found = _run(task, board, alloc_conf)
+    given = {
+        "model": model,
+        "script": runs_script,
+        "arguments": arguments,
+        "options": dict(options or {}),
+        "seed": seed,
+        "plan": str(plan or ""),
+        "apply": apply,
+        "iterations": iterations,
+        "snapshot": str(snapshot.absolute()) if snapshot else "",
+        "context_bytes": CONTEXT_BYTES,
+    }
+
+    def run(there: Device) -> Rehearsal:
+        answer = run_on_null_driver(
+            "tracer.rehearsal.perform:do",
+            {**given, "gpu": there.name, "memory_bytes": there.memory_bytes},
+            there,
+            what=f"rehearsed {model}",
+            environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
+            shown=runs_script,
+        )
+        return from_json(Rehearsal, answer)
+
+    found = run(board)
     if found.fits:
         return found
-    wanted = _run(task, replace(board, memory_bytes=LARGE_BYTES), alloc_conf)
+    wanted = run(replace(board, memory_bytes=LARGE_BYTES))
     return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=found.out_of_memory)
 
 
@@ -209,20 +222,3 @@ def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "")
     command = [sys.executable, *COMMANDS[words[0]], *words[1:]]
     env = {**settings, **os.environ, **driver, "PYTHONPATH": path}
     return subprocess.run(command, env=env, check=False, **ending_with_this()).returncode
-
-
-def _run(task: Task, gpu: Device, alloc_conf: str) -> Rehearsal:
-    answer = run_on_null_driver(
-        "tracer.rehearsal.perform:do",
-        {
-            "task": asdict(task),
-            "gpu": gpu.name,
-            "memory_bytes": gpu.memory_bytes,
-            "context_bytes": CONTEXT_BYTES,
-        },
-        gpu,
-        what=f"rehearsed {task.model}",
-        environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
-        shown=task.script,
-    )
-    return from_json(Rehearsal, answer)

@@ -16,8 +16,13 @@ from tracer.torch_api import (
     replaced,
     unset_fake_temporarily,
 )
+from traces.provenance import rehearsing
 
 MOST_VALUES: Final = 4096  # of a row that keeps them
+INITIALISERS: Final = (
+    "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_",
+    "xavier_uniform_", "orthogonal_",
+)  # fmt: skip
 
 
 def is_fake() -> bool:
@@ -47,11 +52,11 @@ def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def initialisers_without_values() -> Iterator[None]:
-    """Under a fake mode, skip the initialiser of torch's that asks tensors for their values. Without one nothing
-    changes.
+    """Skip torch's initialisers where values mean nothing: under a fake mode the one that asks tensors for theirs, on
+    the null driver all, since untouched pages take no memory. Elsewhere nothing changes.
     """
-    skipped = {"_no_grad_trunc_normal_": lambda tensor, *_args, **_kwargs: tensor} if is_fake() else {}
-    with replaced(nn.init, **skipped):
+    skipped = ("_no_grad_trunc_normal_",) if is_fake() else INITIALISERS if rehearsing() else ()
+    with replaced(nn.init, **dict.fromkeys(skipped, lambda tensor, *_args, **_kwargs: tensor)):
         yield
 
 
@@ -69,11 +74,8 @@ def copies_of_constants() -> Iterator[None]:
         finally:
             self.constant = known
 
-    FakeTensor.__deepcopy__ = deepcopy
-    try:
+    with replaced(FakeTensor, __deepcopy__=deepcopy):
         yield
-    finally:
-        del FakeTensor.__deepcopy__
 
 
 @contextmanager
