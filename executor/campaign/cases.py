@@ -1,15 +1,4 @@
-"""The cases of a campaign: a TOML file, multiplied out and checked before anything runs.
-
-[campaign]                       # how to trace and measure; every key has a default (`Method`)
-device = "cpu"
-
-[defaults]                       # what a case does not say itself
-budget = ["none", "60%"]
-
-[[case]]
-model = ["resnet18", "resnet50"]
-batch-size = [8, 16]             # with the two models and the two budgets: eight cases
-"""
+"""Read the cases of a campaign: a TOML file (see "A campaign" in traces/README.md), multiplied out and checked."""
 
 from __future__ import annotations
 
@@ -71,16 +60,7 @@ class Method:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Campaign:
-    """A file of cases, read and multiplied out."""
-
-    name: str
-    method: Method
-    cases: tuple[Case, ...]
-
-
-def load_cases(name: str) -> Campaign:
+def load_cases(name: str) -> tuple[Method, tuple[Case, ...]]:
     """Read, check and multiply out a cases file: its path, or the name of one that comes with Lowtide (`cpu`, `gpu`,
     `gpu-quick`). Raises SpecError if there is none, it is no TOML, or a key or value means nothing; says which case.
     """
@@ -104,7 +84,7 @@ def load_cases(name: str) -> Campaign:
             whole = _keys(data.get("defaults", {}), known) | _keys(table, known)
             for case in _multiplied(whole, path.resolve().parent):
                 cases.setdefault(canonical_json(to_json(case)), case)  # the same question is asked once
-    return Campaign(name=path.stem, method=method, cases=tuple(cases.values()))
+    return method, tuple(cases.values())
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from executor.campaign.cases import NONE, Campaign, Case, Method
+from executor.campaign.cases import NONE, Case, Method
 from executor.measuring import JobResult
 from executor.plans import Outcome, Settings, measure_plan
 from simulator import api
@@ -25,6 +25,9 @@ NOT_EQUAL, FAILED = "verification failed", "failed"
 BOOK: Final = "campaign.json"
 
 Say = Callable[[str], None]
+Known = dict[
+    str, dict[str, JobResult] | LowtideError
+]  # by step: eager and save-all, or why there is no trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class Book(JsonRecord):
         error=TraceError,
     )
     name: str
-    asked: int  # cases that were to run; more than `records` where it was stopped
+    asked: int = 0  # cases that were to run; more than `records` where it was stopped
     method: Method
     records: tuple[Result, ...] = ()
 
@@ -64,19 +67,12 @@ def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[s
     return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """The common part of one step's cases."""
-
-    trace: Path
-    failed: list[LowtideError] = field(default_factory=list)  # why there is no trace
-    known: dict[str, JobResult] = field(default_factory=dict)  # eager and save-all
-
-
-def run_campaign(campaign: Campaign, root: Path, say: Say, *, only: str = "") -> Book:
-    """Run the cases; returns all results, which also stand in `campaign.json` in the directory, each as it is made.
+def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say, *, only: str = "") -> Book:
+    """Run cases; returns the book with their results, which also stand in `campaign.json` in the directory, each as it
+    is made.
 
     Args:
+        book: without records.
         only: a part of the label of the cases that run, with * and ? as in file names.
 
     Raises:
@@ -86,28 +82,29 @@ def run_campaign(campaign: Campaign, root: Path, say: Say, *, only: str = "") ->
     """
     from tracer.step.step import check_device
 
-    chosen = [c for c in campaign.cases if fnmatch.fnmatch(c.label.lower(), f"*{only.lower()}*")]
+    chosen = [c for c in cases if fnmatch.fnmatch(c.label.lower(), f"*{only.lower()}*")]
     if not chosen:
-        raise SpecError(f"--only {only!r} fits none of the cases, such as {campaign.cases[0].label!r}.")
+        raise SpecError(f"--only {only!r} fits none of the cases, such as {cases[0].label!r}.")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise TraceError(f"{root}: holds something already; give a new directory with -o.")
-    check_device(campaign.method.device)
-    book, steps = Book(name=campaign.name, asked=len(chosen), method=campaign.method), dict[str, _Step]()
+    check_device(book.method.device)
+    book = replace(book, asked=len(chosen))
+    steps = {step: root / "traces" / str(k) for k, step in enumerate(dict.fromkeys(c.step for c in chosen))}
+    known: Known = {}
     for number, case in enumerate(chosen, 1):
         say(f"[{number}/{len(chosen)}] {case.label}")
-        step = steps.setdefault(case.step, _Step(trace=root / "traces" / str(len(steps))))
         plan = root / "plans" / f"{number}.json"
-        found = _result(case, campaign.method, step, plan, lambda line: say(f"    {line}"))
+        found = _result(case, book.method, steps[case.step], known, plan, lambda line: say(f"    {line}"))
         say(f"    {found.status}{': ' + found.message if found.message else ''}")
         book = replace(book, records=(*book.records, found))
         book.save(root / BOOK)
     return book
 
 
-def _result(case: Case, method: Method, step: _Step, plan: Path, say: Say) -> Result:
+def _result(case: Case, method: Method, trace: Path, known: Known, plan: Path, say: Say) -> Result:
     """Return what comes out of a case, also where it is an error."""
     try:
-        found = _measured(case, method, step, plan, say)
+        found = _measured(case, method, trace, known, plan, say)
     except LowtideError as error:
         kinds = {BudgetError: INFEASIBLE, OutOfMemoryProblem: OUT_OF_MEMORY, LowtideError: FAILED}
         status = next(status for kind, status in kinds.items() if isinstance(error, kind))
@@ -119,18 +116,20 @@ def _result(case: Case, method: Method, step: _Step, plan: Path, say: Say) -> Re
     return Result(case=case, status=ABSENT if m.provenance == REHEARSED else DONE, measurement=m)
 
 
-def _measured(case: Case, method: Method, step: _Step, plan: Path, say: Say) -> Outcome:
+def _measured(case: Case, method: Method, trace: Path, known: Known, plan: Path, say: Say) -> Outcome:
     """The outcome of `measure_plan`, after the step's trace was recorded in a process of its own, once a step."""
-    if not step.failed and not step.trace.exists():
+    if case.step not in known:
         say("recording the step")
-        given = {"case": to_json(case), "method": to_json(method), "path": str(step.trace)}
+        given = {"case": to_json(case), "method": to_json(method), "path": str(trace)}
         try:
             run_fresh("executor.campaign.run:record", given, what="recorded the step")
+            known[case.step] = {}
         except LowtideError as error:
-            step.failed.append(error)
-    if step.failed:
-        raise step.failed[0]
+            known[case.step] = error
+    beside = known[case.step]
+    if isinstance(beside, LowtideError):
+        raise beside
     say("planning")
-    made = api.plan(step.trace, None if case.budget == NONE else case.budget, planner=case.planner)
+    made = api.plan(trace, None if case.budget == NONE else case.budget, planner=case.planner)
     how = {k: getattr(method, k) for k in ("device", "memory_steps", "warmup", "runs")}
-    return measure_plan(made, made.save(plan), Settings(steps=method.verify_steps, **how), say, step.known)
+    return measure_plan(made, made.save(plan), Settings(steps=method.verify_steps, **how), say, beside)

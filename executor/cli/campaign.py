@@ -49,9 +49,9 @@ def campaign(
             )
         book = Book.load(path / BOOK if path.is_dir() else path)
     else:
-        asked = load_cases(cases)
-        asked = replace(asked, method=replace(asked.method, device=device or asked.method.device))
-        book = run_campaign(asked, output or Path(f"campaign-{asked.name}"), out.say, only=only)
+        method, asked = load_cases(cases)
+        book = Book(name=path.stem, method=replace(method, device=device or method.device))
+        book = run_campaign(book, asked, output or Path(f"campaign-{book.name}"), out.say, only=only)
     if out.report is not None:
         page.write_campaign(out.report, book, analysis=analysis or "")
     out.show(lambda: page.answer(book), lambda: page.summary(book))

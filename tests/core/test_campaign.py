@@ -47,7 +47,7 @@ def cases(tmp_path: Path, text: str) -> Path:
 
 
 def test_lists_are_multiplied_out_and_a_case_overrides_the_defaults(tmp_path: Path) -> None:
-    made = load_cases(
+    method, made = load_cases(
         str(
             cases(
                 tmp_path,
@@ -56,14 +56,14 @@ def test_lists_are_multiplied_out_and_a_case_overrides_the_defaults(tmp_path: Pa
             )
         )
     )
-    assert made.method == Method(runs=7)
-    assert [c.label for c in made.cases] == [
+    assert method == Method(runs=7)
+    assert [c.label for c in made] == [
         *(f"{m} {b}" for m in ("bert-tiny", "t5-tiny") for b in ("save-all", "90% mu-two", "10% mu-two")),
         *(f"net amp bfloat16 b{n} 2GiB {planner}" for n in (8, 16) for planner in ("search", "sqrt-n")),
     ]  # and what is asked twice, once
-    assert made.cases[0] == Case(model="bert-tiny")
-    assert made.cases[-1].model == f"{tmp_path}/net.py:build"
-    assert made.cases[-1].options == {"batch_size": 16, "amp": "bfloat16"}
+    assert made[0] == Case(model="bert-tiny")
+    assert made[-1].model == f"{tmp_path}/net.py:build"
+    assert made[-1].options == {"batch_size": 16, "amp": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, says: str)
 
 def test_the_packaged_cases_can_be_read_by_their_name() -> None:
     for path in PACKAGED.glob("*.toml"):
-        made = load_cases(path.stem)
-        assert len(made.cases) >= 9
-        assert made.method.device == {"cpu": "cpu", "gpu": "cuda"}[path.stem.partition("-")[0]]
+        method, made = load_cases(path.stem)
+        assert len(made) >= 9
+        assert method.device == {"cpu": "cpu", "gpu": "cuda"}[path.stem.partition("-")[0]]
     with pytest.raises(SpecError, match="cpu, gpu"):
         load_cases("tpu")
 
@@ -152,8 +152,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def go(tmp_path: Path, only: str = "") -> Book:
-    asked = load_cases(str(cases(tmp_path, TWO_MODELS)))
-    return run_campaign(asked, tmp_path / "c", lambda line: None, only=only)
+    method, asked = load_cases(str(cases(tmp_path, TWO_MODELS)))
+    return run_campaign(
+        Book(name="cases", method=method), asked, tmp_path / "c", lambda line: None, only=only
+    )
 
 
 def test_cases_of_one_step_share_its_trace_and_eager(tmp_path: Path, machine: Machine) -> None:
