@@ -141,20 +141,23 @@ def release() -> tuple[int, int]:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """In the body, these attributes of a module or class have other values. Raises EnvironmentProblem if it has no such
-    attribute in the installed torch.
+    """In the body, these attributes of a module, class or object have other values. Raises EnvironmentProblem if it has
+    no such attribute in the installed torch.
     """
     lacks = next((name for name in values if not hasattr(owner, name)), None)
     if lacks is not None:
         raise _lacks(f"{owner.__name__}:{lacks}")
-    before = {name: getattr(owner, name) for name in values}
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:  # a class inherits it
+                delattr(owner, name)
 
 
 def _lacks(where: str) -> EnvironmentProblem:

@@ -8,7 +8,7 @@ out; a sum with one is the other summand; any other op that joins the two takes 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -73,41 +73,27 @@ def _joined(
         if lies and (n.target is aten.add.Tensor or len(other.users) == 1):
             return there
         if not lies:  # as what reads it was captured for
-            val = n.meta["val"]
-            _check_known(val)
-            empty = graph.call_function(
-                torch.empty_strided,
-                (tuple(val.shape), tuple(val.stride())),
-                {"dtype": val.dtype, "device": val.device},
-            )
-            laid = graph.call_function(aten.copy_.default, (empty, there))
-            empty.meta = laid.meta = dict(n.meta)
-            return laid
+            return _filled(graph, n, aten.copy_.default, there)
         copy = graph.call_function(aten.clone.default, (there,))  # what may be overwritten from here on
         copy.meta = dict(n.meta)
         return copy
 
     def given(a: fx.Node) -> fx.Node:
-        there = copies[a]
-        if there is not None:
-            return there
-        val = a.meta["val"]
-        _check_known(val)
-        zeros = graph.call_function(
-            torch.empty_strided,
-            (tuple(val.shape), tuple(val.stride())),
-            {"dtype": val.dtype, "device": val.device},
-        )
-        filled = graph.call_function(aten.zero_.default, (zeros,))
-        zeros.meta = filled.meta = dict(a.meta)
-        return filled
+        return copies[a] or _filled(graph, a, aten.zero_.default)
 
     return graph.node_copy(n, given)
 
 
-def _check_known(val: torch.Tensor) -> None:
+def _filled(graph: fx.Graph, like: fx.Node, fill: Any, *given: fx.Node) -> fx.Node:
+    """New memory that lies as the value of a node, and what an op fills it with."""
+    val = like.meta["val"]
     if any(isinstance(n, torch.SymInt) for n in val.shape):
         raise PlanError(
             "the loss leaves out an output that the plan's loss uses, in a call of other sizes than the plan's: trace "
             "the step with this loss and plan again."
         )
+    layout, kind = (tuple(val.shape), tuple(val.stride())), {"dtype": val.dtype, "device": val.device}
+    empty = graph.call_function(torch.empty_strided, layout, kind)
+    filled = graph.call_function(fill, (empty, *given))
+    empty.meta = filled.meta = dict(like.meta)
+    return filled

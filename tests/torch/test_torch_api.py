@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLACED = {
     "torch._C._cuda_memoryStats": "?",
     "torch._C._cuda_resetPeakMemoryStats": "?",
-    "torch._C._get_deterministic_algorithms": "?",
     "torch._decomp.decompositions._rnn_helper": (
         "input hidden params has_biases num_layers dropout train bidirectional batch_first layer_fn"
     ),
@@ -34,6 +33,7 @@ REPLACED = {
     "torch._meta_registrations._meta_grouped_mm_common": (
         "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
     ),
+    "torch._subclasses.fake_tensor.FakeTensor.__deepcopy__": "self memo",
     "torch.autograd.backward": ("tensors grad_tensors retain_graph create_graph grad_variables inputs"),
     "torch.autograd.grad": (
         "outputs inputs grad_outputs retain_graph create_graph "

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from tracer.step.loop import TrainingStep
 from tracer.step.release import needs_closure
-from tracer.step.user_errors import first_line, is_data_dependent, user_line
+from tracer.step.user_errors import first_line, is_data_dependent, on_data, user_line
 from tracer.torch_api import BackendCompilerFailed, TorchDynamoException, TracingContext
 from traces.errors import CaptureError, LowtideError, OptimizerError
 
@@ -154,11 +154,3 @@ def _line(n: fx.Node) -> str:
     frames = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', n.meta.get("stack_trace") or "")
     stack = [traceback.FrameSummary(f, int(k), name, line=line) for f, k, name, line in frames]
     return user_line(traceback.StackSummary.from_list(stack))
-
-
-def on_data(name: str, what: str, where: str, hint: str = ".") -> CaptureError:
-    """The error for a model whose ops depend on the data of tensors."""
-    return CaptureError(
-        f"{name} cannot be captured: {what}{where}. Only one fixed sequence of ops can be planned; replace the branch "
-        f"by torch.where or by a Python value that is known beforehand{hint}"
-    )

@@ -128,11 +128,6 @@ class Found:
         """How a value of the body grows with the tile."""
         return self.sums[n] if n in self.sums else ROWS if self.axes.get(n) else WHOLE
 
-    def drawn(self) -> set[fx.Node]:
-        """The masks among the inputs for which a value of the body is drawn, of which they need the shape alone."""
-        taken = (n for call in self.parts for n in call.inputs if packet(n) is DRAWS)
-        return {n for n in taken if n.args[0] in self.axes}
-
     def record(self, program: Program, ids: Sequence[int]) -> Stretch:
         """Return what was found in ids of a trace; `ids`: op of the program -> op of the trace."""
         op_of = {n: i for i, op in enumerate(program.ops) for n in (op.node, *op.parts)}

@@ -102,13 +102,18 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
         line += ", where a distribution checks its arguments; validate_args=False leaves that out"
     ragged = "shape_env must not be None" in str(error)  # a nested tensor's rows have lengths that are data
     if is_data_dependent(error) or ragged or isinstance(error, DynamicOutputShapeException):
-        op = getattr(error, "func", None)
-        return CaptureError(
-            f"{name} cannot be captured: the op {op or 'there'} makes Python look at the data of a tensor, or has an "
-            f"output whose shape depends on data{line}. Only one fixed sequence of ops can be planned; replace the "
-            "branch by torch.where or by a Python value that is known beforehand."
-        )
+        op = getattr(error, "func", None) or "there"
+        what = f"the op {op} makes Python look at the data of a tensor, or has an output whose shape depends on data"
+        return on_data(name, what, line)
     return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {first_line(error)}{line}.")
+
+
+def on_data(name: str, what: str, where: str, hint: str = ".") -> CaptureError:
+    """The error for a model whose ops depend on the data of tensors."""
+    return CaptureError(
+        f"{name} cannot be captured: {what}{where}. Only one fixed sequence of ops can be planned; replace the branch "
+        f"by torch.where or by a Python value that is known beforehand{hint}"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,6 @@ the same numbers come out, bit by bit, and only the first of them is random.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -82,33 +81,3 @@ def split_dropout(graph: fx.Graph) -> None:
             part.replace_all_uses_with((out, mask)[part.args[1]])
             graph.erase_node(part)
         graph.erase_node(n)
-
-
-def merged_dropout(graph: fx.Graph) -> dict[str, str]:
-    """Make `native_dropout` again of what `split_dropout` made, in place.
-
-    Returns, for each new node, the name of the node that had its value; the random op itself stands for the mask's.
-    """
-    stands_for: dict[str, str] = {}
-    for mask in list(graph.nodes):
-        if mask.op != "call_function" or mask.target is not torch.ops.lowtide.dropout_mask.default:
-            continue
-        x, p = mask.args
-        kept = next((n for n in mask.users if n.target is aten.mul.Tensor and n.args == (x, mask)), None)
-        out = next(iter(kept.users)) if kept is not None and len(kept.users) == 1 else None
-        if kept is None or out is None or out.target is not aten.mul.Scalar:
-            continue
-        with graph.inserting_before(mask):
-            both = graph.call_function(aten.native_dropout.default, (x, p, True))
-            parts = [graph.call_function(operator.getitem, (both, k)) for k in (0, 1)]
-        both.meta = {**mask.meta, "val": (out.meta["val"], mask.meta["val"])}
-        for new, old in zip(parts, (out, mask), strict=True):
-            new.meta = dict(old.meta)
-            stands_for[new.name] = old.name
-        stands_for[both.name] = mask.name
-        out.replace_all_uses_with(parts[0])
-        for old in (out, kept):
-            graph.erase_node(old)
-        mask.replace_all_uses_with(parts[1])
-        graph.erase_node(mask)
-    return stands_for

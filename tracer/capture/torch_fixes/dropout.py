@@ -1,7 +1,8 @@
 """Capture a dropout that drops nothing as no op, as eager runs it; torch's decomposition copies its input.
 
-It is in `torch/_decomp/decompositions.py` of torch 2.11 to 2.15; `_dropout_impl` in ATen/native/Dropout.cpp gives the
-input back. The copies took time and memory, and hid an activation's output behind themselves.
+It is in `torch/_decomp/decompositions.py` of torch 2.11 to 2.13; `_dropout_impl` in ATen/native/Dropout.cpp gives the
+input back, as torch does from 2.14 on. The copies took time and memory, and hid an activation's output behind
+themselves.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from torch.nn import functional
 from tracer.step.context import made_on, outside_fake_mode
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import make_optimizer
+from tracer.torch_api import replaced
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 
 CLASSES: Final = 1000
@@ -90,17 +91,14 @@ def _regnet_widths_computed() -> Iterator[None]:
     """Let RegNet compute its widths, which it does with tensors, on real float32 ones whatever is set."""
     from torchvision.models.regnet import BlockParams
 
-    original = BlockParams.__dict__["from_init_params"]
+    original = BlockParams.from_init_params
 
-    def compute(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute(*args: Any, **kwargs: Any) -> Any:
         with outside_fake_mode(), made_on("cpu", torch.float32):
-            return original.__func__(cls, *args, **kwargs)
+            return original(*args, **kwargs)
 
-    BlockParams.from_init_params = classmethod(compute)
-    try:
+    with replaced(BlockParams, from_init_params=compute):
         yield
-    finally:
-        BlockParams.from_init_params = original
 
 
 def classification_loss(labels: torch.Tensor, auxiliary_weight: float) -> Callable[[Any], torch.Tensor]:
