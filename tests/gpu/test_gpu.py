@@ -6,10 +6,6 @@ times are a GPU's.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +14,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.torch.conftest import call  # noqa: E402
 from tracer.costs.profiles import board_of  # noqa: E402
 from traces.provenance import MEASURED_CUDA, REHEARSED, rehearsing  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 # A convnet, and transformers with and without dropout; small, so that all of it takes minutes.
 MODELS: dict[str, dict[str, Any]] = {
     "resnet18": {"batch_size": 32, "image_size": 96},
     "bert-tiny": {"batch_size": 16, "seq_len": 128, "optimizer": "sgd"},
     "gpt2-tiny": {"batch_size": 8, "seq_len": 128, "amp": "bfloat16"},
 }
-
-
-def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words, "--json"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 def options(model: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What tests with torch share: one process that measures."""
+"""What tests with torch share: commands in fresh processes, and one process that measures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,23 @@ from executor.measuring import Job
 from traces.records.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
+    """The object that a command prints with --json, run in a fresh process in a folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words, "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout)  # exactly one object
+    return answer
+
 
 # Reads jobs, one a line, and answers with the peak of each iteration.
 CHILD = """

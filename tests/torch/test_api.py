@@ -312,16 +312,6 @@ def test_what_python_measures_is_what_the_command_measures(
     assert asked == [(plan, Settings(model="my_training.py:build", steps=3, runs=2))]
 
 
-def test_its_plan_is_for_the_model_itself(tmp_path: Path) -> None:
-    net, batch, optimizer = held()
-    made = trace(net, batch, functional.cross_entropy, optimizer)
-    file = tmp_path / "plan.json"
-    plan_with("recompute-all", Problem(made), 2**40).save(file)
-    assert Plan.load(file).meta.model == "in hand: Net"
-    with pytest.raises(SpecError, match=r"in hand when it was traced \(Net\).*apply_plan\(model, plan\)"):
-        trace("in hand: Net")
-
-
 class Locked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -94,8 +94,9 @@ def plan() -> Plan:
         ("no_such_function", ["no function 'no_such_function'"]),
     ],
 )
-@pytest.mark.parametrize("mode", [[], ["--device", "cpu"]], ids=["fake", "real"])
-def test_a_step_that_cannot_be_traced(folder: Path, function: str, words: list[str], mode: list[str]) -> None:
+def test_a_step_that_cannot_be_traced(folder: Path, function: str, words: list[str]) -> None:
+    """Nor measured, which begins with a trace."""
+    mode = ["--device", "cpu"] if function in ("loss_raises", "build_raises") else []
     refused(call(trace, small_nets.spec(function), "-o", "out", *mode), *words)
     assert litter(folder) == []
 
@@ -104,14 +105,8 @@ def test_a_step_that_cannot_be_traced(folder: Path, function: str, words: list[s
     ("words", "says"),
     [
         (["resnet999"], ["resnet999"]),
-        (["missing.py:build"], ["no such file"]),
-        (["resnet18", "--batch-size", "0"], ["batch-size"]),
         (["resnet18", "--batch-size", "many"], ["batch-size"]),
-        (["resnet18", "--seq-len", "8"], ["seq"]),
-        (["resnet18", "--optimizer", "sgdd"], ["sgdd"]),
-        (["resnet18", "--dtype", "float7"], ["float7"]),
         (["resnet18", "--target", "h9000"], ["h9000"]),
-        (["resnet18", "--device", "tpu"], ["tpu"]),
         (["resnet18", "--device", "cpu", "--target", "h100"], ["--target", "--device"]),
         (["resnet18", "--nonsense"], ["nonsense"]),
         (["show", "nowhere"], ["nowhere"]),

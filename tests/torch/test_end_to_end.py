@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.torch.conftest import call
 
 pytest.importorskip("torch")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[2]
 FIGURES = {"peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"}
-
-
-def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words, "--json"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)  # exactly one object
-    assert isinstance(answer, dict)
-    return answer
 
 
 # Twelve layers whose outputs (128 KiB each) outweigh all parameters (16 KiB a layer): a plan lowers the peak.
@@ -102,3 +82,37 @@ def test_from_a_model_to_its_measured_peak(
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(("net.py", "__pycache__"))) == [
         "error.html", "measurement.json", "plan.html", "plan.json", "trace"
     ]  # fmt: skip
+
+
+CASES = """
+[campaign]
+verify-steps = 1
+rounds = 1
+runs = 1
+memory-steps = 4
+[[case]]
+model = "net.py:build"
+budget = ["none", "70%", "1%"]
+"""
+
+
+@pytest.mark.slow
+def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "cases.toml").write_text(CASES)
+    answer = call(tmp_path, "executor", "campaign", "cases.toml", "-o", "c", "--report", "page.html")
+    assert answer["statuses"] == {"measured": 2, "infeasible": 1}
+    kept, planned, refused = answer["cases"]
+    for row in (kept["measurement"], planned["measurement"]):
+        assert row["verified"] is True
+        assert row["provenance"] == "measured-cpu"
+        assert row["measured"]["peak_reserved_bytes"] is None
+    # With what was measured op by op, the peak is right to the byte.
+    allocated = [e for e in answer["rows"] if e["figure"] == "allocated"]
+    assert {e["run"]: e["error"] for e in allocated} == {"save-all": 0.0, "plan": 0.0}
+    peaks = [row["measurement"]["measured"]["peak_allocated_bytes"] for row in (kept, planned)]
+    assert peaks[1] < peaks[0]
+    assert peaks[1] <= planned["measurement"]["budget_bytes"]
+    assert "No plan can stay" in refused["message"]
+    assert "measured-cpu" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert call(tmp_path, "executor", "campaign", "c") == answer

@@ -114,7 +114,7 @@ def test_the_derivative_is_as_exact_as_the_rounded_output_allows(
         *(("eager", kind, dtype) for kind in KINDS for dtype in (torch.float16, torch.bfloat16)),
         # Two are enough for the compiler's clamps.
         pytest.param("compiled", "gelu", torch.bfloat16, marks=pytest.mark.slow),
-        ("compiled", "silu", torch.float16),
+        pytest.param("compiled", "silu", torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_every_bit_pattern_has_a_finite_derivative(form: str, kind: str, dtype: torch.dtype) -> None:
@@ -316,7 +316,7 @@ def test_autocast_runs_it_in_its_inputs_type() -> None:
     assert relative(ours[0].weight.grad, theirs[0].weight.grad) < 4e-3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_without_a_graph_break(backend: str) -> None:
     model = nn.Sequential(nn.Linear(8, 24), GELU(), nn.Linear(24, 24), SiLU(inplace=True), nn.Linear(24, 1))
     plain = copy.deepcopy(model)

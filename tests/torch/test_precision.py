@@ -205,6 +205,7 @@ def own_autocast() -> BuildStep:
         pytest.param(
             lambda: load_spec("gpt2-tiny", {"batch_size": 1, "seq_len": 4, "amp": "float16"}),
             id="gpt2-tiny-fp16",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             lambda: load_spec("resnet18", {"batch_size": 2, "image_size": 32, **BF16}),
