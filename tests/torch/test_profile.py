@@ -14,15 +14,14 @@ from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import tracer.measure.step as profile_module  # noqa: E402
-import tracer.record.program as program_module  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
-from tracer.measure.probes import Probe, Silent, Timer, settle  # noqa: E402
-from tracer.measure.runner import GraphRunner  # noqa: E402
+from tracer.measure.probes import Probe, Timer, settle  # noqa: E402
+from tracer.measure.runner import GraphRunner, step_code, takeovers  # noqa: E402
 from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
-from tracer.measure.stepcode import step_code, takeovers  # noqa: E402
+from tracer.record.program import inplace_twin  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 from traces.records.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
@@ -154,7 +153,8 @@ def test_timed_rounds_work_in_place_where_the_step_with_everything_kept_does(nam
     assert schedule.op == tuple(range(len(fake.trace.ops)))
     scheduled = {i for i, s in enumerate(schedule.takes) if s >= 0 and i in graph}
     assert scheduled
-    assert {fake.graph_ops[k] for k in takeovers(fake)} == scheduled
+    ids = dict(zip((op.node for op in fake.program.ops), fake.graph_ops, strict=True))
+    assert {ids[node] for node in takeovers(fake)} == scheduled
 
 
 class Written(TorchDispatchMode):
@@ -169,40 +169,25 @@ class Written(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_timed_round_runs_the_twins_and_ticks_after_every_op() -> None:
-    build = load_spec(small_nets.spec("residual"))
-    fake = recorded(build)
-    in_place = takeovers(fake)
-    program = fake.program
-    ticks: list[int] = []
-    ran = Written()
-    run_forward, run_backward = step_code(program, in_place, lambda: ticks.append(len(ran.targets)))
-    step = build()
-    parameters, buffers = dict(step.model.named_parameters()), dict(step.model.named_buffers())
-    captured = program.captured
-    values = [
-        *(parameters[n].detach() for n in captured.parameters),
-        *(buffers[n] for n in captured.buffers),
-        *step.args,
-    ]
+def test_a_step_s_code_runs_the_twins_and_lets_each_value_go() -> None:
+    fake = recorded(load_spec(small_nets.spec("residual")))
+    program, in_place, ran = fake.program, takeovers(fake), Written()
+    run_forward, run_backward = step_code(program, in_place)
+    step = load_spec(small_nets.spec("residual"))()
+    own = program.captured.tensors_of(dict(step.model.named_parameters()), dict(step.model.named_buffers()))
+    given = [*(x.detach() for x in own), *step.args]
     with torch.no_grad(), ran:
-        given = list(values)
         outputs, saved = run_forward(given)
         assert given == []  # so that each value goes after its last use
-        forward = len(ticks)
         given = [*saved, *(torch.ones_like(x) for x in outputs)]
         begun = len(ran.targets)
         run_backward(given)
     assert given == []
-    expected = [
-        str(program_module.inplace_twin(op.node.target) if k in in_place else op.node.target)
-        for k, op in enumerate(program.ops)
-    ]
-    assert forward == program.forward_ops
-    assert ran.targets[:forward] == expected[:forward]
-    assert ran.targets[begun:] == expected[forward:]
-    assert ticks == [*range(1, forward + 1), *range(begun + 1, begun + len(program.ops) - forward + 1)]
-    needed = {s for i in range(forward, len(program.ops)) for s in program.rows[i].reads}
+    nodes = [op.node for op in program.ops]
+    expected = [str(inplace_twin(n.target) if n in in_place else n.target) for n in nodes]
+    assert ran.targets[: program.forward_ops] == expected[: program.forward_ops]
+    assert ran.targets[begun:] == expected[program.forward_ops :]
+    needed = {s for i in range(program.forward_ops, len(program.ops)) for s in program.rows[i].reads}
     held = {x.untyped_storage().data_ptr() for x in saved}
     assert len(held) <= len(needed - set(program.tangent_storages))
 
@@ -211,16 +196,11 @@ def test_every_way_of_running_a_step_computes_the_same() -> None:
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
     gradients = []
-    for probe, in_place, way in (
-        (Probe(), frozenset[int](), "round"),
-        (Timer(), frozenset[int](), "round"),
-        (Timer(), takeovers(fake), "round"),
-        (Silent(), takeovers(fake), "whole"),  # and nobody watches
-    ):
+    for probe in (Probe(), Timer(), None):
         step = build()
-        getattr(GraphRunner(fake.program, step, in_place=in_place), way)(probe)
+        runner = GraphRunner(fake, step)
+        runner.round(probe) if probe is not None else runner.whole(lambda: None)
         gradients.append([p.grad for p in step.model.parameters()])
-        assert not isinstance(probe, Silent) or probe.finish() == []
     for other in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
@@ -229,7 +209,7 @@ def test_a_timer_s_targets_are_the_trace_s() -> None:
     """Two rounds under one timer, each with a time for every op."""
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
-    runner, timer = GraphRunner(fake.program, build(), in_place=takeovers(fake)), Timer()
+    runner, timer = GraphRunner(fake, build()), Timer()
     runner.round(timer)  # the optimizer makes its state
     timer.finish()
     for _ in range(2):
@@ -237,30 +217,6 @@ def test_a_timer_s_targets_are_the_trace_s() -> None:
         assert timer.targets == list(fake.trace.ops.target)
         assert len(timer.finish()) == len(fake.trace.ops)
     assert timer.finish() == timer.targets == []
-
-
-def test_a_timer_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0]
-    monkeypatch.setattr("tracer.measure.probes.time.perf_counter_ns", lambda: now[0])
-    timer = Timer()
-
-    def passes(ns: int) -> str:
-        now[0] += ns
-        return "done"
-
-    passes(5)
-    timer.begin()
-    for ns in (7, 11):
-        passes(ns)
-        timer.tick()
-    passes(13)  # between the ops in a row and a single op: nobody's
-    assert timer.run("aten.relu.default", lambda: passes(17)) == "done"
-    passes(19)
-    timer.begin()
-    passes(23)
-    timer.tick()
-    assert timer.targets == ["aten.relu.default"]
-    assert timer.finish() == [7, 11, 17, 23]
 
 
 @pytest.mark.parametrize(
@@ -282,10 +238,7 @@ def test_typical_times_sum_to_the_median_round(samples: list[list[int]], times: 
     ("whole_ns", "times"),
     [
         (100, [10, 20, 30, 0, 40]),  # nothing beside the ops
-        (
-            107,
-            [10, 20, 33, 0, 44],
-        ),  # 7 more: 3 for one op outside the model, 4 for the other; the view takes none
+        (107, [11, 22, 32, 0, 42]),  # 7 more, of which the view takes none
         (50, [5, 10, 15, 0, 20]),  # the watching cost as much as the ops
     ],
 )
@@ -295,9 +248,9 @@ def test_what_a_step_takes_beside_its_ops(whole_ns: int, times: list[int]) -> No
     assert sum(times) == whole_ns
 
 
-def test_without_ops_outside_the_model_all_share() -> None:
-    assert with_the_rest([10, 30], [0, VIEW], 80) == [20, 60]
-    assert with_the_rest([0, 0], [0, 0], 80) == [0, 0]
+def test_views_alone_share_what_a_step_takes() -> None:
+    assert with_the_rest([10, 30], [VIEW, VIEW], 80) == [20, 60]
+    assert with_the_rest([0, 0], [VIEW, VIEW], 80) == [0, 0]
 
 
 def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:

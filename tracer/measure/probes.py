@@ -28,23 +28,25 @@ ITERATION = "#lowtide iteration "
 class Probe:
     """Called around every op of a round, and notes which ran; subclasses measure."""
 
+    times = False  # whether it takes times
+
     def __init__(self) -> None:
         self.targets: list[str] = []
 
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+    def run(self, target: str, call: Callable[[], Any]) -> Any:
         """Run one op and return its result."""
-        self.targets.append(str(target))
+        self.targets.append(target)
         return call()
 
 
 class Timer(Probe):
-    """Measures times by the CPU's clock: of single ops (`run`), or of ops in a row, each from the tick before it to its
-    own. One timer serves several rounds, each ended by `finish`."""
+    """Takes the time of each op by the CPU's clock. One timer serves several rounds, each ended by `finish`."""
+
+    times = True
 
     def __init__(self) -> None:
         super().__init__()
         self._spans: list[tuple[Any, Any]] = []
-        self._last: Any = None
 
     def now(self) -> Any:
         return time.perf_counter_ns()
@@ -53,41 +55,18 @@ class Timer(Probe):
         """The time from one moment to another, once the round is over."""
         return int(end - begin)
 
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        self.targets.append(str(target))
+    def run(self, target: str, call: Callable[[], Any]) -> Any:
+        self.targets.append(target)
         begin = self.now()
         out = call()
         self._spans.append((begin, self.now()))
         return out
 
-    def begin(self) -> None:
-        """Ops in a row follow."""
-        self._last = self.now()
-
-    def tick(self) -> None:
-        """One of them has ended."""
-        now = self.now()
-        self._spans.append((self._last, now))
-        self._last = now
-
     def finish(self) -> list[int]:
         """The times of the round's ops, in ns; `targets` and times begin anew."""
         times = [self.between_ns(begin, end) for begin, end in self._spans]
-        self._spans, self._last, self.targets = [], None, []
+        self._spans, self.targets = [], []
         return times
-
-
-class Silent(Timer):
-    """Measures nothing: what it watches runs as if nobody did."""
-
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        return call()
-
-    def begin(self) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
 
 
 class CudaTimer(Timer):
@@ -106,7 +85,7 @@ class CudaTimer(Timer):
 class CpuMarker(Probe):
     """Marks every op for the profiler, under which the round must run."""
 
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+    def run(self, target: str, call: Callable[[], Any]) -> Any:
         # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
         with RecordFunctionFast(f"{MARK}{len(self.targets)}"):
             return super().run(target, call)
@@ -130,13 +109,13 @@ class CudaHistory(Probe):
         finally:
             record_memory_history(enabled=None)
 
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+    def run(self, target: str, call: Callable[[], Any]) -> Any:
         before = self._mark()
         out = super().run(target, call)
         given = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
         outputs = frozenset(x.untyped_storage().data_ptr() for x in given)
         after = self._mark()
-        self.windows.append(OpWindow(target=str(target), before=before, after=after, outputs=outputs))
+        self.windows.append(OpWindow(target=target, before=before, after=after, outputs=outputs))
         return out
 
     def _mark(self) -> int:

@@ -1,128 +1,88 @@
-"""Training steps in which every op of the captured model is watched, inside the ordinary training loop.
+"""Training steps in which every op is watched, inside the ordinary training loop.
 
-The model runs as code (`tracer.measure.stepcode`): under a timer as it does outside a trace, with ops in place, under
-any other probe as the graph has it. The loss code and the optimizer run under a dispatch mode. Of a loop that calls the
+One dispatch mode shows all ops to a probe: those of the captured model, which runs as generated code, each value
+released after its last use, and those of the loss code, autograd and the optimizer around it. Of a loop that calls the
 model several times before the optimizer's step, the probe watches what the trace is of: the last call and what follows.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from tracer.measure.probes import Probe, Silent, Timer
-from tracer.measure.stepcode import Code, step_code
+from tracer.measure.probes import Probe
 from tracer.precision.policy import without_autocast
+from tracer.record.draft import Draft
 from tracer.record.eager import IN_PLACE, in_place, is_op
-from tracer.record.program import Program
+from tracer.record.program import GraphOp, Program, inplace_twin
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.user_errors import explained
-from tracer.torch_api import TorchDispatchMode, disable_current_modes, pytree
+from tracer.torch_api import BoxedCodeGen, TorchDispatchMode, disable_current_modes, pytree
+
+Code = Callable[[list[Any]], tuple[Sequence[Any], Sequence[Any]]]
 
 
 class GraphRunner:
-    """Runs training steps in which the captured model is executed op by op under a probe."""
+    """Runs training steps, real ones, in which the captured model of a recorded step takes the model's place."""
 
-    def __init__(
-        self,
-        program: Program,
-        step: TrainingStep,
-        in_place: frozenset[int] = frozenset(),
-        recorded: Sequence[str] = (),
-    ) -> None:
-        """in_place: the program's ops whose in-place twin runs under a timer; recorded: the targets of all ops of the
-        recorded step."""
-        self.program = program
-        self.step = step
-        self._in_place = in_place
-        self._recorded = recorded
-        self._targets = [str(op.node.target) for op in program.ops]
-        self._codes: dict[Timer, tuple[Code, Code]] = {}
-        self.unwatched = Silent()  # in earlier calls of the model than the last
-        self._calls = 1  # of the model in a step, once the first round has counted them
+    def __init__(self, draft: Draft, step: TrainingStep) -> None:
+        self.program, self.step = draft.program, step
+        self._recorded = [row.target for row in draft.rows]
+        twins = takeovers(draft)
+        self._twins = {str(node.target): str(inplace_twin(node.target)) for node in twins}
+        # As the step with everything kept runs it; and with each op as the graph has it.
+        self._kept, self._plain = step_code(self.program, twins), step_code(self.program, frozenset())
+        self._calls = 1  # of the model in a step, once the first has counted them
 
     def first(self, probe: Probe) -> None:
         """The first training step, in which the probe watches every call of the model."""
         self._calls = self._run(probe, 1)
 
     def round(self, probe: Probe) -> None:
-        """One training step."""
+        """One training step. A probe that takes times sees ops write into their input where its memory is free."""
         self._run(probe, self._calls)
 
-    def _run(self, probe: Probe, since: int) -> int:
-        with explained(self.step.name), _EagerProbe(probe, since == 1, self._recorded) as eager:
-            model = _Callable(self, probe, eager, since)
+    def whole(self, at_last_call: Callable[[], object]) -> None:
+        """One training step that nobody watches; told when the last of several calls of the model begins."""
+        self._run(None, self._calls, at_last_call)
+
+    def _run(self, probe: Probe | None, since: int, at_since: Callable[[], object] = lambda: None) -> int:
+        mode = None if probe is None else _Watched(probe, self._recorded, self._twins, watches=since == 1)
+        code = self._kept if probe is None or probe.times else self._plain
+        calls = 0
+
+        def model(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if not torch.is_grad_enabled():
+                return self.step.model(*args, **kwargs)
+            calls += 1
+            if calls == since > 1:
+                at_since()
+                if mode is not None:
+                    mode.watches = True
+            return self._call(code, mode, args, kwargs)
+
+        with explained(self.step.name), mode or contextlib.nullcontext():
             run_step(self.step, model, self.step.optimizer)
-        return model.calls
+        return calls
 
-    def whole(self, timer: Timer, at_last_call: Callable[[], object] = lambda: None) -> None:
-        """One training step in which the timer, if it watches at all, watches the captured model's ops only.
-
-        at_last_call: told when the last of several calls of the model begins.
-        """
-        with explained(self.step.name):
-            model = _Callable(self, timer, None, self._calls, at_last_call)
-            run_step(self.step, model, self.step.optimizer)
-        timer.finish()
-
-    def code(self, probe: Probe) -> tuple[Code, Code]:
-        """The model's code under a probe, of forward and of backward."""
-        if not isinstance(probe, Timer):
-            return step_code(self.program, frozenset(), run=probe.run)
-        if probe not in self._codes:
-            self._codes[probe] = step_code(self.program, self._in_place, tick=probe.tick)
-        return self._codes[probe]
-
-    def begin(self, probe: Probe, *, backward: bool) -> None:
-        """Forward or backward follows."""
-        if isinstance(probe, Timer):
-            n = self.program.forward_ops
-            probe.targets += self._targets[n:] if backward else self._targets[:n]
-            probe.begin()
-
-
-class _Callable:
-    """Called as the model is; runs the graph under the probe."""
-
-    def __init__(
-        self,
-        runner: GraphRunner,
-        probe: Probe,
-        eager: _EagerProbe | None,
-        since: int,
-        at_since: Callable[[], object] = lambda: None,
-    ) -> None:
-        """since: the call from which on the probe watches; at_since: told when that begins, if it is not the first."""
-        self.runner, self.probe, self.eager = runner, probe, eager
-        self.since, self.at_since, self.calls = since, at_since, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.runner.step.model(*args, **kwargs)
-        self.calls += 1
-        runner, probe = self.runner, self.probe if self.calls >= self.since else self.runner.unwatched
-        if self.calls == self.since > 1:
-            self.at_since()
-            if self.eager is not None:
-                self.eager.watches = True
-        run_forward, run_backward = runner.code(probe)
-        # Without the mode, ops take their usual path.
-        unwatched: Any = contextlib.nullcontext if self.eager is None else disable_current_modes
-        captured, model = runner.program.captured, runner.step.model
+    def _call(self, code: tuple[Code, Code], mode: _Watched | None, args: Any, kwargs: Any) -> Any:
+        """Call the captured model as the model is."""
+        captured, model = self.program.captured, self.step.model
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        inputs = captured.tensors_of(parameters, buffers) + tensors
+        own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
+        running: Any = contextlib.nullcontext if mode is None else mode.running_the_graph
 
         class Model(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *values: torch.Tensor) -> Any:
-                with unwatched(), without_autocast():
-                    given = list(values)
-                    runner.begin(probe, backward=False)
-                    results, ctx.state = run_forward(given)
+                with running(), without_autocast():
+                    results, ctx.state = code[0](list(values))
+                with disable_current_modes():
                     # An input, or one tensor twice, would get a view from autograd, which is no op of the step.
                     before = [{id(x) for x in (*values, *results[:k])} for k in range(len(results))]
                     outs = tuple(
@@ -145,27 +105,99 @@ class _Callable:
                 given = [*state, *fitting]
                 state.clear()
                 del fitting, tangents
-                with unwatched():
-                    runner.begin(probe, backward=True)
-                    parameters, arguments = run_backward(given)
+                with running():
+                    parameters, arguments = code[1](given)
                 return (*parameters, *(None for _ in captured.buffers), *arguments)
 
-        return captured.outputs_from(Model.apply(*inputs))
+        return captured.outputs_from(Model.apply(*own, *tensors))
 
 
-class _EagerProbe(TorchDispatchMode):
-    """Puts the probe around the ops outside the captured model; autograd, which writes in place where no mode is, does
-    as recorded."""
+class _Watched(TorchDispatchMode):
+    """Shows every op to the probe, by the name that it was recorded by: one that writes into its input in the graph, by
+    that of its functional twin. Autograd, which writes in place where no mode is, does as recorded."""
 
-    def __init__(self, probe: Probe, watches: bool, recorded: Sequence[str]) -> None:
+    def __init__(
+        self, probe: Probe, recorded: Sequence[str], twins: dict[str, str], *, watches: bool
+    ) -> None:
         super().__init__()
-        self.probe, self.watches, self.recorded = probe, watches, recorded
+        self.probe, self.recorded, self.twins, self.watches = probe, recorded, twins, watches
+        self._in_graph = False
+
+    @contextlib.contextmanager
+    def running_the_graph(self) -> Iterator[None]:
+        """The body runs ops of the graph, whatever their kind."""
+        self._in_graph = True
+        try:
+            yield
+        finally:
+            self._in_graph = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.watches or func is torch.ops.aten._local_scalar_dense.default or not is_op(func):
+        counts = self._in_graph or (func is not torch.ops.aten._local_scalar_dense.default and is_op(func))
+        if not self.watches or not counts:
             return func(*args, **kwargs)
         k = len(self.probe.targets)
-        if func in IN_PLACE and k < len(self.recorded) and self.recorded[k] == str(IN_PLACE[func]):
+        wanted = self.recorded[k] if k < len(self.recorded) else ""
+        if func in IN_PLACE and wanted == str(IN_PLACE[func]):
             func, args = in_place(func, args)
-        return self.probe.run(func, lambda: func(*args, **kwargs))
+        name = wanted if self.twins.get(wanted) == str(func) else str(func)
+        return self.probe.run(name, lambda: func(*args, **kwargs))
+
+
+def takeovers(draft: Draft) -> frozenset[fx.Node]:
+    """The program's ops that write into their input's memory in the step with everything kept, as its schedule has it:
+    nothing else reads that storage afterwards, and nothing holds it."""
+    last: dict[int, int] = {}
+    for i, row in enumerate(draft.rows):
+        last.update(dict.fromkeys(row.reads, i))
+    return frozenset(
+        op.node
+        for op, i in zip(draft.program.ops, draft.graph_ops, strict=True)
+        if (s := draft.rows[i].overwrites) >= 0 and last[s] == i and draft.storages[s].hold <= i
+    )
+
+
+def step_code(program: Program, in_place: frozenset[fx.Node]) -> tuple[Code, Code]:
+    """The code of a program, of forward and of backward.
+
+    Forward takes the values of parameters, buffers and arguments in one list, which it empties, and returns the
+    model's outputs and the values that backward needs. Backward takes those and the tangents in one list, which it
+    empties, and returns the gradients of the parameters and of the arguments, None where there is none.
+
+    Args:
+        in_place: the ops whose in-place twin runs instead.
+    """
+    captured = program.captured
+    forward, backward = program.ops[: program.forward_ops], program.ops[program.forward_ops :]
+    inputs = [n for n in captured.placeholders if "tangent_of" not in n.meta]
+    gradients = (list(captured.parameter_grads), list(captured.argument_grads))
+    made = {n for op in forward for n in (op.node, *op.parts)} | set(inputs)
+    wanted = [a for op in backward for n in (op.node, *op.parts) for a in n.all_input_nodes]
+    wanted += [g for group in gradients for g in group if g is not None]
+    crossing = [n for n in dict.fromkeys(wanted) if n in made]
+
+    def code(given: Sequence[fx.Node], ops: Sequence[GraphOp], results: Any) -> Code:
+        graph = fx.Graph()
+        copies = {n: graph.placeholder(n.name) for n in given}
+
+        def copy_of(n: fx.Node) -> fx.Node:
+            if n.op == "get_attr" and n not in copies:
+                copies[n] = graph.get_attr(str(n.target))
+            return copies[n]
+
+        for n in (n for op in ops for n in (op.node, *op.parts)):
+            args, kwargs = fx.node.map_arg((n.args, n.kwargs), copy_of)
+            target = inplace_twin(n.target) if n in in_place else n.target
+            copies[n] = graph.call_function(target, args, kwargs)
+        graph.output(fx.node.map_arg(results, copy_of))
+        # FX calls an argument by its target and everything else by its name; if the two differed for one placeholder,
+        # another value could bear the name of that argument.
+        assert all(n.name == n.target for n in graph.nodes if n.op == "placeholder")
+        graph.set_codegen(BoxedCodeGen())
+        return fx.GraphModule(captured.graph_module, graph)
+
+    return (
+        code(inputs, forward, (list(captured.outputs), crossing)),
+        code([*crossing, *captured.tangents], backward, gradients),
+    )

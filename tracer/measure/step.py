@@ -1,9 +1,9 @@
 """Measure a training step op by op on the real device: the time of each, and what it allocates while it runs.
 
 Each op of the fake trace is measured once per round, in the same order (see `tracer.measure.runner`), and its row gets
-its typical time and its allocations. In the timed rounds the model runs as the code of the step with everything kept,
-ops in place included; in the round that shows the allocations, every op runs as the graph has it. Whole steps that
-nobody watches run in between; what they take beside all ops is shared by the ops outside the model.
+its typical time and its allocations. In the timed rounds the model runs as in the step with everything kept, ops in
+place included; in the round that shows the allocations, every op runs as the graph has it. Whole steps that nobody
+watches run in between; what they take beside all ops is shared by the ops.
 
 On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
 "workspace" that are there throughout the step.
@@ -25,16 +25,15 @@ import torch
 
 from tracer.costs.calibration import MEASURED, NONE, REHEARSED, Cost
 from tracer.costs.profiles import profile_of
-from tracer.measure.probes import CudaTimer, Probe, Silent, Timer, cpu_allocations, cuda_allocations, settle
+from tracer.measure.probes import CudaTimer, Probe, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.measure.runner import GraphRunner
-from tracer.measure.stepcode import takeovers
 from tracer.precision.policy import start_low
 from tracer.record.draft import Draft
 from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.provenance import alloc_conf, rehearsing
 from traces.records.device_profile import DeviceProfile, Identity, LibraryWorkspace
-from traces.records.trace import CUDNN_DECIDES, EAGER, VIEW, Trace
+from traces.records.trace import CUDNN_DECIDES, VIEW, Trace
 from traces.units import show_time
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
@@ -85,7 +84,7 @@ def measure(
     step = build(device)
     start_low(step.scaler)
     expected = [row.target for row in draft.rows]
-    runner = GraphRunner(draft.program, step, in_place=takeovers(draft), recorded=expected)
+    runner = GraphRunner(draft, step)
     kept, timer = None, CudaTimer() if cuda else Timer()
     if cuda:  # libraries make their workspaces in it; those of earlier work in this process are dropped
         clear_cublas_workspaces()
@@ -96,16 +95,16 @@ def measure(
     for _ in range(0 if rehearsed else max(warmup, 1) - 1):
         runner.round(timer)
     timer.finish()
-    silent, wait = Silent(), torch.cuda.synchronize if cuda else lambda: None
+    wait = torch.cuda.synchronize if cuda else lambda: None
     samples: list[list[int]] = []
     wholes: list[int] = []
     if not rehearsed:
-        _whole_ns(runner, silent, wait)
+        _whole_ns(runner, wait)
     for k in range(0 if rehearsed else rounds):
         runner.round(timer)
         _compare(expected, timer.targets)
         samples.append(timer.finish())
-        wholes.append(_whole_ns(runner, silent, wait))
+        wholes.append(_whole_ns(runner, wait))
         say(f"Round {k + 1} of {rounds} is done.")
     totals = [sum(s) for s in samples]
     if totals and max(totals) > SPREAD * min(totals):
@@ -157,12 +156,12 @@ def typical(samples: Sequence[Sequence[int]]) -> list[int]:
 def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) -> list[int]:
     """Times of ops that sum to the time of a whole step, which nobody watched.
 
-    What a step takes beside its ops is the Python of the loop and the optimizer, autograd's engine, and the release of
-    gradients. The ops of that code, those outside the captured model, share it evenly. If the ops alone took longer
-    than the whole step, the watching cost that, and all are scaled.
+    What a step takes beside its ops is Python, autograd's engine, and the release of memory that nobody needs any
+    more. All ops but views share it evenly. If the ops alone took longer than the whole step, the watching cost that,
+    and all are scaled.
     """
     rest, together = whole_ns - sum(times_ns), sum(times_ns)
-    takers = [i for i, f in enumerate(flags) if f & EAGER and not f & VIEW]
+    takers = [i for i, f in enumerate(flags) if not f & VIEW]
     if rest <= 0 or not takers:
         return [round(t * whole_ns / together) if together else 0 for t in times_ns]
     out = list(times_ns)
@@ -171,7 +170,7 @@ def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) 
     return out
 
 
-def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -> int:
+def _whole_ns(runner: GraphRunner, wait: Callable[[], object]) -> int:
     begin = 0
 
     def start() -> None:
@@ -180,7 +179,7 @@ def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -
         begin = time.perf_counter_ns()
 
     start()
-    runner.whole(silent, start)
+    runner.whole(start)
     wait()
     return time.perf_counter_ns() - begin
 
