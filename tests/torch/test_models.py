@@ -114,7 +114,6 @@ def test_image_sizes_are_those_of_the_published_weights() -> None:
     ids=str,
 )
 def test_representative_models_can_be_captured(name: str, options: dict[str, Any]) -> None:
-    """Beside those that `test_families` trains."""
     step = fake_step(name, batch_size=2, **options)
     captured = capture_step(step)
     assert len(captured.forward) > 10
@@ -133,7 +132,6 @@ def test_families_of_torchvision_can_be_captured_in_small(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "vit-tiny"])
 def test_a_real_step_trains_and_repeats(name: str) -> None:
-    """So do those of `test_families`, whose two sides are built one after the other."""
     options = {
         "batch_size": 2,
         **({"image_size": 32} if "seq_len" not in find_model(name).takes else {"seq_len": 16}),
