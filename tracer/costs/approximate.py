@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Final
 
 from tracer.costs.rows import OpRow, StorageRow
-from tracer.costs.signature import ITEM_BYTES, Signature, TensorSpec
+from tracer.costs.signature import Signature, TensorSpec
 from traces.devices import Device
 from traces.records.device_profile import LibraryWorkspace
 from traces.records.trace import BACKWARD, FORWARD, WORKSPACE
@@ -80,7 +80,7 @@ def _casts(call: Signature) -> Temporaries:
         return ()
     y = call.results[0]
     others = (x for x in call.inputs if x.shape and x.dtype != y.dtype)
-    return tuple(x.elements * ITEM_BYTES[y.dtype] for x in others)
+    return tuple(x.elements * y.item_bytes for x in others)
 
 
 def _sum(call: Signature) -> Temporaries:

@@ -11,19 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-ITEM_BYTES: Final = {
-    dtype: size
-    for size, dtypes in {
-        1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
-           "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7 qint8 quint8 quint4x2 "
-           "quint2x4 bits8 bits1x8 bits2x4 bits4x2",
-        2: "int16 uint16 float16 bfloat16 bits16",
-        4: "int32 uint32 float32 complex32 bcomplex32 qint32",
-        8: "int64 uint64 float64 complex64",
-        16: "complex128",
-    }.items()
-    for dtype in dtypes.split()
-}  # fmt: skip
+import torch
+
 DEVICE: Final = "device"  # stands for every argument that is a device
 
 
@@ -41,7 +30,7 @@ class TensorSpec:
 
     @property
     def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
+        return int(getattr(torch, self.dtype).itemsize)
 
     @property
     def nbytes(self) -> int:

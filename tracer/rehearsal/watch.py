@@ -21,12 +21,11 @@ import torch
 
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iteration, Peaks
 from tracer.step.loop import Enough, Phases
+from tracer.step.user_errors import is_foreign
 from tracer.torch_api import bindings, cuda_memory_snapshot, record_memory_history, replaced
 from traces.records.plan import PredictionWarning
 from traces.records.trace import FORWARD, OPTIMIZER, PHASES
 
-TORCH: Final = str(Path(torch.__file__).parent) + os.sep  # not torchvision
-OWN: Final = tuple(str(Path(__file__).parents[2] / room) for room in ("executor", "tracer", "traces"))
 MAX_EVENTS: Final = 10**7
 MOST_LINES: Final = 20  # of those that hold memory at the peak, and of those that read values
 # Words in a line that asks whether something is wrong, which it is not; other yes-or-no questions are answered yes.
@@ -265,7 +264,7 @@ def _line_of(frame: Any) -> tuple[str, str]:
 
 def _foreign(file: str) -> bool:
     """Return whether users do not look at a line of that file: torch's own, Lowtide's, or no file at all."""
-    return file.startswith((TORCH, *OWN, "<")) or not file.endswith(".py")
+    return is_foreign(file) or not file.endswith(".py")
 
 
 def _now_us() -> int:
