@@ -29,7 +29,7 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN
 from tracer.capture.compiling import SETTINGS, differentiable
-from tracer.costs.calibration import Costs
+from tracer.costs.cost import Costs
 from tracer.costs.profiles import board_of
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes

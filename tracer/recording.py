@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tracer.costs.calibration import APPROXIMATE, MEASURED, NONE, Costs
-from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
+from tracer.costs.cost import APPROXIMATE, MEASURED, NONE, Costs
+from tracer.costs.cost import REHEARSED as BY_REHEARSAL
 from tracer.costs.profiles import find, identity_here, identity_wanted
 from tracer.measure.host_copies import host_bytes_per_s
 from tracer.measure.step import measure

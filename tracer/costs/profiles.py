@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, Final
 
-from tracer.costs.calibration import Cost
+from tracer.costs.cost import Cost
 from tracer.costs.rows import OpRow
 from traces.devices import Device, devices
 from traces.errors import TraceError

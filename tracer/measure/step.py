@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tracer.costs.calibration import MEASURED, NONE, REHEARSED, Cost
+from tracer.costs.cost import MEASURED, NONE, REHEARSED, Cost
 from tracer.costs.profiles import profile_of
 from tracer.measure.probes import CudaTimer, Probe, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.measure.runner import GraphRunner

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tracer.costs.approximate import library_storages, rerun_workspaces
-from tracer.costs.calibration import Costs
+from tracer.costs.cost import Costs
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.checks import checked

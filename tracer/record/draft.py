@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from tracer.costs.approximate import workspace_rows
-from tracer.costs.calibration import Cost, Costs
+from tracer.costs.cost import Cost, Costs
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes, tables_of

@@ -20,7 +20,7 @@ from tracer.capture.passes.batch_norm import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.sizes import Known, at, number
 from tracer.capture.torch_fixes.grouped import true_results
-from tracer.costs.calibration import Cost
+from tracer.costs.cost import Cost
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import without_autocast

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from tracer.costs.calibration import Cost
+from tracer.costs.cost import Cost
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.costs.signature import of_call

@@ -27,7 +27,7 @@ from torch import nn
 from tracer.capture.capture import Capturing
 from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
-from tracer.costs.calibration import Costs
+from tracer.costs.cost import Costs
 from tracer.costs.profiles import board_of
 from tracer.environment import versions
 from tracer.record.assemble import assemble

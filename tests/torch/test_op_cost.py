@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import tracer.costs.calibration as calibration  # noqa: E402
+import tracer.costs.cost as op_cost  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.costs.calibration import APPROXIMATE, MEASURED, NONE, Costs  # noqa: E402
+from tracer.costs.cost import APPROXIMATE, MEASURED, NONE, Costs  # noqa: E402
 from tracer.costs.rows import OpRow  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
@@ -32,7 +32,7 @@ def row(target: str = "aten.mm.default", batch: int = 4, *, flags: int = 0) -> O
 def test_rules_are_asked_and_a_rule_that_does_not_fit_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibration, "approximate_events", lambda *_: (512, 256, -512))
+    monkeypatch.setattr(op_cost, "approximate_events", lambda *_: (512, 256, -512))
     told = Costs().of(row(), 256, GPU)
     assert (told.events, told.source) == ((512, 256, -512), APPROXIMATE)
     assert told.time_ns > 0
@@ -59,7 +59,7 @@ def profile(**batches: tuple[int, ...]) -> DeviceProfile:
 
 
 def test_measured_comes_before_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "approximate_events", lambda *_: (1024, 256, -1024))
+    monkeypatch.setattr(op_cost, "approximate_events", lambda *_: (1024, 256, -1024))
     # Batch b leaves 64 b bytes and uses 10 b meanwhile.
     known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
     told = Costs(profile=known).of(row(batch=4), 256, CPU)
@@ -77,7 +77,7 @@ def test_measurements_that_leave_other_bytes_are_not_believed() -> None:
 
 
 def test_a_trace_counts_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "approximate_events", lambda *_: None)
+    monkeypatch.setattr(op_cost, "approximate_events", lambda *_: None)
     trace = recorded(load_spec(small_nets.spec("mlp"))).trace
     computing = sum(1 for f in trace.ops.flags if not f & VIEW)
     assert trace.meta.workspace == {NONE: computing}
