@@ -11,13 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from executor.cli.main import execute
 from simulator import api
 from simulator.planners.outcome import Infeasible
 from simulator.studies.sweep import Sweep
 from tracer.rehearsal import run_on_null_driver
 from traces.devices import device
-from traces.provenance import MEASURED_CUDA, REHEARSED
+from traces.provenance import ABSENT, MEASURED_CUDA, NAME, REHEARSED
 
 pytestmark = pytest.mark.rehearsal
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,27 +73,45 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
         [sys.executable, "-m", "simulator", "t", "--budget", f"{(peak + lowest) // 2}", "-o", "plan.json", "-q"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True,
     )  # fmt: skip
-    done = on_h100(tmp_path, "execute", "plan.json", "--trust", "--device", "cuda", "-o", "m.json", "-q")
+    done = on_h100(
+        tmp_path,
+        "execute",
+        "plan.json",
+        "--trust",
+        "--device",
+        "cuda",
+        "--memory-steps",
+        "3",
+        "-o",
+        "m.json",
+        "-q",
+    )
     assert done.returncode == 0, done.stderr
     assert REHEARSED in done.stdout
     assert "measured" not in done.stdout.lower().replace(MEASURED_CUDA, "")
     told = json.loads((tmp_path / "m.json").read_text())
     assert told["environment"]["gpu"] == "H100 (rehearsed)"
     job = {
-        "plan_path": str(tmp_path / "plan.json"),
-        "model": f"{tmp_path}/net.py:build",
-        "device": "cuda",
-        "steps": 2,
-    }
-    job |= {"variant": "verify", "memory_steps": 3, "warmup": 1, "runs": 2}
+        "plan_path": str(tmp_path / "plan.json"), "model": f"{tmp_path}/net.py:build", "device": "cuda", "steps": 2,
+        "variant": "verify", "memory_steps": 3, "warmup": 1, "runs": 2,
+    }  # fmt: skip
     verified = run_on_null_driver("executor.measuring:do", job, device("h100"), what="verified")
     assert verified["verification"]["steps"] == 2
     assert told["measured"]["step_time_ns"] is None
     assert not told["measured"]["times_ns"]
     for key in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):
         assert told["predicted"][key] == pytest.approx(told["measured"][key], rel=0.005), key
-    Sweep(model=f"{tmp_path}/net.py:build", options={}, target="").save(tmp_path / "t" / "sweep.json")
-    for words in (("plan.json", "--report", "x.html"), ("sweep", "t", "--trust")):
-        refused = on_h100(tmp_path, "execute", *words, "--device", "cuda")
-        assert refused.returncode == 2, refused.stdout
+
+
+def test_what_is_made_to_show_measurements_is_refused_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, f"H100{ABSENT}")
+    Sweep(model="resnet18", options={}, target="").save(tmp_path / "sweep.json")
+    for words in (
+        ["plan.json", "--report", str(tmp_path / "x.html")],
+        ["sweep", str(tmp_path), "--device", "cuda"],
+    ):
+        refused = CliRunner().invoke(execute, words)
+        assert refused.exit_code == 2, refused.output
         assert "not there" in refused.stderr

@@ -144,7 +144,8 @@ def test_state_of_several_groups_of_parameters(tmp_path: Path, optimizer: str) -
     check(f"{tmp_path / 'mine.py'}:build", {"clip_grad_norm": 1.0, "zero_grad": "after"})
 
 
-@pytest.mark.parametrize("to_none", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("to_none", [False, True])
 def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool) -> None:
     """Its gradients add up over two parts, and stay or not."""
     deep = "for _ in range(4): x = x + self.b(F.gelu(self.a(x)))\n        return x"

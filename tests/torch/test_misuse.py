@@ -85,6 +85,7 @@ LIBRARY.impl("drawn", lambda x: torch.rand(x.shape), "CompositeExplicitAutograd"
 LIBRARY.impl("drawn", lambda x: torch.empty_like(x), "Meta")
 Script = Callable[[nn.Module], Any]
 ROWS: dict[str, tuple[Callable[[], nn.Module], Script, str, Callable[[Any], torch.Tensor]]] = {}
+SLOW: set[str] = set()  # rows that another row says in nearly the same way
 
 
 def total(out: Any) -> torch.Tensor:
@@ -155,6 +156,7 @@ def change(
 
         before.__name__ = f"{function.__name__}_before_the_first_step"
         row(ends, net)(before)
+        SLOW.add(before.__name__)
 
     return add
 
@@ -468,7 +470,7 @@ class Helped(nn.Module):
         return self.by_hand(self.scaled(self.linear(x).sigmoid()))
 
 
-def helped(name: str, change: Callable[[Any, float], object]) -> None:
+def helped(name: str, change: Callable[[Any, float], object], *, slow: bool = True) -> None:
     """A row in which something that a helper function takes is 3 for a step, and then 1 again."""
 
     def script(m: Any) -> Any:
@@ -483,12 +485,13 @@ def helped(name: str, change: Callable[[Any, float], object]) -> None:
 
     script.__name__ = name
     row(net=Helped)(script)
+    SLOW.update([name] if slow else [])
 
 
-helped("a_table_that_a_helper_reads", lambda m, x: TABLE.update(outer=x))
+helped("a_table_that_a_helper_reads", lambda m, x: TABLE.update(outer=x), slow=False)
 helped("a_table_that_an_object_s_call_reads", lambda m, x: TABLE.update(inner=x))
 helped("a_slot_of_a_global_object", lambda m, x: setattr(GAIN, "value", x))
-helped("a_default_of_a_helper", lambda m, x: setattr(by_default, "__defaults__", (x,)))
+helped("a_default_of_a_helper", lambda m, x: setattr(by_default, "__defaults__", (x,)), slow=False)
 helped("a_number_of_a_module", lambda m, x: setattr(numbers, "factor", x))
 helped("the_environment", lambda m, x: os.environ.update(A_TEST_S_GAIN=str(x)))
 helped("a_partial_function", lambda m, x: setattr(m, "by_hand", partial(by_default, gain=x)))
@@ -1861,7 +1864,7 @@ def a_pickle_trained_beside_it(m: Any) -> Any:
     return step(other), [p.grad for p in other.parameters()], step(m)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in ROWS])
 def test_it_ends_as_without_a_plan_or_says_why(name: str) -> None:
     wanted, end = ROWS[name][2], ending(name)
     assert end == EQUAL or end.startswith("as eager") or (wanted != EQUAL and wanted in end), end

@@ -122,7 +122,7 @@ STEPS: dict[str, Any] = {
     "groups": made(Tied, lambda ps: torch.optim.SGD(grouped(list(ps)), lr=0.01, momentum=0.9)),
     **{f"tied {name}": made(Tied, kind) for name, kind in OPTIMIZERS.items()},
 }
-SLOW = ("groups", "tied NAdam", "tied AdamW foreach", "tied AdamW fused")
+SLOW = ("gate", "groups", "tied Adafactor", "tied NAdam", "tied AdamW foreach", "tied AdamW fused")
 
 
 @pytest.mark.parametrize("step", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in STEPS])
@@ -141,18 +141,12 @@ def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> N
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
-        pytest.param(
-            "gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "bert-tiny",
-            {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("resnet18", {"batch_size": 2, "image_size": 64}, marks=pytest.mark.slow),
+        ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
+        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"}),
+        ("resnet18", {"batch_size": 2, "image_size": 64}),
     ],
 )
+@pytest.mark.slow
 def test_models_by_name(model: str, options: dict[str, Any]) -> None:
     build = load_spec(model, {**options, **RELEASE})
     found = recorded(build)
@@ -179,8 +173,18 @@ def steps_of(found: Trace) -> list[str]:
     return sorted(t for t, p in zip(found.ops.target, found.ops.phase, strict=True) if p == OPTIMIZER)
 
 
-def test_each_parameter_is_stepped_where_its_gradient_is_there() -> None:
-    found = recorded(looped(wide, RELEASE))
+@pytest.fixture(scope="module")
+def found() -> Trace:
+    """The step of `wide` whose gradients are freed in backward."""
+    return recorded(looped(wide, RELEASE))
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Trace:
+    return recorded(looped(wide, {}))
+
+
+def test_each_parameter_is_stepped_where_its_gradient_is_there(found: Trace, ordinary: Trace) -> None:
     ops, sts = found.ops, found.storages
     within = {i for first, n in found.meta.within_backward for i in range(first, first + n)}
     for s, category in enumerate(sts.category):
@@ -195,7 +199,6 @@ def test_each_parameter_is_stepped_where_its_gradient_is_there() -> None:
             # Of the graph only the other gradient of that layer, and its views, may come between.
             assert sum(sts.producer[t] in graph for t in range(len(sts))) <= 1
     assert ops.phase.index(OPTIMIZER) < max(i for i, p in enumerate(ops.phase) if p == BACKWARD)
-    ordinary = recorded(looped(wide, {}))
     assert steps_of(found) == steps_of(ordinary)
     assert found.meta.loop == "release_gradients True"
     assert found.meta.graph_fingerprint == ordinary.meta.graph_fingerprint
@@ -212,12 +215,10 @@ def most_gradients(found: Trace) -> int:
     return most
 
 
-def test_gradients_never_all_exist() -> None:
+def test_gradients_never_all_exist(found: Trace, ordinary: Trace) -> None:
     weights = [4 * p.numel() for p in wide()[0].parameters()]
-    assert most_gradients(recorded(looped(wide, {}))) == sum(weights)
-    assert (
-        most_gradients(recorded(looped(wide, RELEASE))) == max(weights) + 1024
-    )  # and the bias of that layer
+    assert most_gradients(ordinary) == sum(weights)
+    assert most_gradients(found) == max(weights) + 1024  # and the bias of that layer
 
 
 def test_what_is_computed_from_a_parameter_that_was_stepped_is_not_recomputed() -> None:
@@ -230,25 +231,22 @@ def test_what_is_computed_from_a_parameter_that_was_stepped_is_not_recomputed() 
         schedule_of(Problem(found), [Action(storage=mask, recipe=RECOMPUTE)])
 
 
-def test_the_rows_within_backward_are_checked() -> None:
-    found = recorded(looped(wide, RELEASE))
+def test_the_rows_within_backward_are_checked(found: Trace) -> None:
     with pytest.raises(TraceError, match="later phase"):
         validate(replace(found, meta=replace(found.meta, within_backward=())))
     with pytest.raises(TraceError, match="none that stand among backward's"):
         validate(replace(found, meta=replace(found.meta, within_backward=((len(found.ops), 1),))))
 
 
-def test_an_eviction_in_backward_is_found_among_the_graphs_own_ops() -> None:
+def test_an_eviction_in_backward_is_found_among_the_graphs_own_ops(found: Trace) -> None:
     """The plan counts the optimizer's rows, the graph has none."""
-    build = looped(wide, RELEASE)
-    found = recorded(build)
     ops, (value,) = found.ops, (s for s, name in enumerate(found.storages.name) if name == "relu")
     readers = [i for i, reads in enumerate(ops.reads) if value in reads and ops.phase[i] == BACKWARD]
     first = found.meta.within_backward[0][0]
     assert len(readers) == 2
     assert first < readers[0]
     plan = plan_of(found, Action(storage=value, recipe=SAVE, evict_after=(readers[0],)))
-    program = program_of(capture_step(build("cpu")))
+    program = program_of(capture_step(looped(wide, RELEASE)("cpu")))
     (local,) = program_actions(plan, program)[0].evict_after
     assert program.rows[local].name == ops.name[readers[0]]
 

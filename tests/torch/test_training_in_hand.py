@@ -211,7 +211,13 @@ def on_rows(model: nn.Module, seed: int) -> torch.Tensor:
 
 
 def fitted(model: nn.Module, budget: str | int = "75%", **options: Any) -> nn.Module:
-    return fit(model, rows(), functional.mse_loss, budget=budget, **{"say": lambda _: None, **options})
+    return fit(
+        model,
+        rows(),
+        functional.mse_loss,
+        budget=budget,
+        **{"say": lambda _: None, "seconds": 0.5, **options},
+    )
 
 
 def test_fit_captures_once_and_trains_as_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
