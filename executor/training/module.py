@@ -241,7 +241,7 @@ class Planned:
             self.run = by_dynamo(compiler, dynamic=dynamic, whole=whole)
         self.call, by, without = (args, kwargs), compiler.steps(), compiler.without.total()
         try:
-            with calling(kwargs, whole=whole):
+            with calling(self.module, kwargs, whole=whole):
                 made = self.run(forward, args, kwargs)
         except Exception as error:
             if from_dynamo(error):

@@ -64,6 +64,12 @@ GROUPED_ONES = (
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(PLAIN, SMALL),
     **dict.fromkeys(GROUPED_ONES, GROUPED),
+    "ernie": {
+        **SMALL,
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "attn_implementation": "eager",
+    },
 }
 
 

@@ -92,7 +92,7 @@ class Capturing:
         self.called = None
         on_gpu = gpu_attention() if target is not None else contextlib.nullcontext()
         try:
-            with autocast.region(), calling(kwargs), without_torch_log():
+            with autocast.region(), calling(model, kwargs), without_torch_log():
                 returned = self.run(model.forward, tuple(args), kwargs)
             if self.called is None:
                 raise CaptureError(

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from tracer.capture.library import known_to_dynamo, library_code
+from tracer.capture.library import known_to_dynamo, library_code, record_outputs
 from tracer.capture.refusals import check_graph
 from tracer.precision.cast_cache import casts_cached
 from tracer.torch_api import backend_aot_autograd, dynamo_config, functorch_config
@@ -43,11 +43,12 @@ def by_dynamo(backend: Callable[..., Any], *, dynamic: bool | None = False, whol
 
 
 @contextlib.contextmanager
-def calling(kwargs: Mapping[str, Any], *, whole: bool = True) -> Iterator[None]:
-    """Around each call of what `by_dynamo` made; `kwargs`: of that call.
+def calling(model: nn.Module, kwargs: Mapping[str, Any], *, whole: bool = True) -> Iterator[None]:
+    """Around each call of what `by_dynamo` made; `kwargs`: of that call of the model.
 
     In parts recurrent layers stay outside of the graphs, where they are exact, and numbers from data are inputs.
     """
+    record_outputs(model, kwargs)
     settings = {**SETTINGS, "allow_rnn": whole, "specialize_float": whole}
     with dynamo_config.patch(**settings, ignore_logging_functions=_logs()), known_to_dynamo(kwargs):
         yield

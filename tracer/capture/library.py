@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from torch import nn
+
 from tracer.capture.torch_fixes.dropout import idle_dropout
 from tracer.capture.torch_fixes.grouped import true_results
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
 from tracer.torch_api import CAPTURING, replaced
+
+OUTPUTS: Final = ("output_hidden_states", "output_attentions")
 
 
 @contextlib.contextmanager
@@ -38,6 +42,21 @@ def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
         for shared in both:
             stack.enter_context(shared.body())
         yield
+
+
+def record_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Let a model of transformers record the outputs that a call asks for: the hooks for that it would put there itself
+    in its first call, under a lock, which dynamo cannot capture."""
+    recording: Any = sys.modules.get("transformers.utils.output_capturing")
+    if recording is None:
+        return
+    from transformers import PreTrainedModel
+
+    for m in model.modules():
+        if isinstance(m, PreTrainedModel) and any(
+            kwargs.get(x, getattr(m.config, x, False)) for x in OUTPUTS
+        ):
+            recording.maybe_install_capturing_hooks(m)
 
 
 class _Shared:
