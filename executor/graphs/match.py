@@ -13,8 +13,7 @@ from executor.graphs.edited import rewritten
 from executor.graphs.graph import Graph
 from executor.graphs.mismatch import another_graph, by_ones_alone
 from executor.matching import check_kind
-from simulator.core.problem import Problem
-from simulator.core.replay import replay
+from simulator.core.problem import Problem, replay
 from tracer.capture.compiling import Could
 from tracer.record.program import Program
 from tracer.record.sketch import ops_of

@@ -11,8 +11,7 @@ from simulator.allocator.requests import Requests
 from simulator.allocator.reserved import ReservedFigures, reserved_peak
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from simulator.core.limits import parse_budget
-from simulator.core.problem import Problem
-from simulator.core.replay import Replay
+from simulator.core.problem import Problem, Replay
 from traces.devices import CONTEXT_BYTES, device
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures

@@ -4,7 +4,7 @@ The same answer as `schedule.build` followed by `engine.run`, to the byte and th
 which views have been dissolved: an op refers straight to the storages behind the views that it takes. What a plan
 cannot change (everything that backward itself makes) is summed up once. The loop itself is in `simulator.kernels.walk`.
 
-Counts and ignores: what `simulator.core.replay` counts and ignores.
+Counts and ignores: what `simulator.core.problem` counts and ignores.
 """
 
 from __future__ import annotations

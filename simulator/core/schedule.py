@@ -1,6 +1,6 @@
 """Schedule: the exact order in which a planned step runs its ops, runs some again, and frees storages.
 
-This is the one object with two readers: `simulator.core.replay` walks it to predict memory and time, and the executor
+This is the one object with two readers: `simulator.core.problem` walks it to predict memory and time, and the executor
 rewrites the model's graphs from it. Whatever a plan means is decided here and nowhere else.
 """
 

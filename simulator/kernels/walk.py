@@ -1,4 +1,4 @@
-"""The peak and the time of a plan: `simulator.core.schedule.build` and `simulator.core.replay`, compiled.
+"""The peak and the time of a plan: `simulator.core.schedule.build` and `simulator.core.problem`, compiled.
 
 The step is walked op by op from the first op at which the plan can change anything: the end of forward, or the first
 eviction in it. What each step gains is known when it runs; what it frees only when the walk has ended, because a value

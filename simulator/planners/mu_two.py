@@ -7,7 +7,7 @@ after the other, cheap ones evicted to make room for it. The greedy and the walk
 negligible size: the mean and the deviation of a norm, say, cost nothing to evict where the norm runs again anyway.
 Dozens of them make room for one more large value, and so does a cheap value for a dear one of another size.
 
-Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them; the added time of a choice
+Counts: the exact peak and time of every plan tried, as `simulator.core.problem` counts them; the added time of a choice
 as the exact union of ops that run again beside those that do already. Ignores: that links that are not retained may run
 again more than once (the simulation that follows sees it), exchanges of several values for several, and reordering of
 the step itself.

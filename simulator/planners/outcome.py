@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from simulator.bounds.bound import bounder_of
-from simulator.core.problem import Problem
-from simulator.core.replay import Timeline
+from simulator.core.problem import Problem, Timeline
 from simulator.core.schedule import Schedule
 from traces.errors import BudgetError
 from traces.records.measurement import RunFigures

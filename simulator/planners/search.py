@@ -10,7 +10,7 @@ then cooler and cooler ones from the best, first coarse ones, which find what to
 no plan is known yet, coarse walks come first; they also tell how low a peak can be where no plan can fit. Whatever was
 found is then tidied: what need not be evicted is saved again.
 
-Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them. Ignores: reordering of the
+Counts: the exact peak and time of every plan tried, as `simulator.core.problem` counts them. Ignores: reordering of the
 step itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the
 machine is so slow that the time runs out first; so equal seeds make equal plans.
 """

@@ -11,8 +11,7 @@ from typing import Any, Final
 from simulator.allocator.device import DeviceFit, Setting, asking_ahead, settings_to_try
 from simulator.bounds.bound import Bound
 from simulator.core.limits import Levers, Limits
-from simulator.core.problem import Problem
-from simulator.core.replay import Replay, peak_by_category
+from simulator.core.problem import Problem, Replay, peak_by_category
 from simulator.levers import rewritten_problem
 from simulator.levers.offload import host_bytes
 from simulator.planners import plan_with

@@ -10,7 +10,7 @@ from simulator.allocator.caching import AllocatorFigures
 from simulator.allocator.device import DeviceFit
 from simulator.allocator.requests import Residents, phases_of
 from simulator.allocator.reserved import ReservedFigures
-from simulator.core.replay import Replay
+from simulator.core.problem import Replay
 from simulator.prediction.step import Prediction, untaken, untouched_fit
 from simulator.show.tables import Table, table
 from traces.records.measurement import RunFigures, steady

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from simulator.allocator.requests import phases_of
-from simulator.core.replay import Replay, by_category
+from simulator.core.problem import Replay, by_category
 from simulator.report.page import needed
 from simulator.show.notebook import Points
 from traces.records.trace import CATEGORIES, PHASES, Trace

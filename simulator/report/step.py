@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from simulator.core.evaluator import evaluator_of
-from simulator.core.problem import Problem
-from simulator.core.replay import Replay, holdings, peak_by_category
+from simulator.core.problem import Problem, Replay, holdings, peak_by_category
 from simulator.levers import rewrites_in_words
 from simulator.planners.mu_two import Costs
 from simulator.planners.outcome import where

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from simulator.core.replay import Timeline
+from simulator.core.problem import Timeline
 from simulator.show.tables import Table
 from traces.units import bytes_unit
 

@@ -8,8 +8,7 @@ from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
 
 from simulator.allocator.device import Setting, device_fit
-from simulator.core.problem import Problem
-from simulator.core.replay import Replay
+from simulator.core.problem import Problem, Replay
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer
 from simulator.show import notebook

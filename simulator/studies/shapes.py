@@ -17,8 +17,7 @@ from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_over
 from simulator.core.limits import MOST_BYTES
-from simulator.core.problem import Problem
-from simulator.core.replay import Replay
+from simulator.core.problem import Problem, Replay
 from simulator.levers import rewritten_problem
 from simulator.prediction.ask import Say
 from simulator.prediction.step import Prediction
@@ -150,7 +149,7 @@ def over_shapes(
     Raises:
         TraceError: the largest shape's trace is not that of the plan's step.
 
-    Counts: of each shape what `simulator.core.replay` counts; of random steps what `simulator.allocator.reserved`
+    Counts: of each shape what `simulator.core.problem` counts; of random steps what `simulator.allocator.reserved`
     counts, the batch as large as at the largest shape. Ignores: shapes that are not looked at; what the executor keeps
     of each graph on the host.
     """

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from simulator.core.problem import Problem
-from simulator.core.replay import peak_by_category
+from simulator.core.problem import Problem, peak_by_category
 from simulator.prediction.ask import Say, ask
 from simulator.prediction.question import Question
 from simulator.prediction.step import text, texts, warnings

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from simulator.bounds.bound import lower_bound
 from simulator.cli.main import main
 from simulator.core.limits import Constraints
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from simulator.core.selectors import module_matches, op_matches, resolve
 from simulator.planners import REGISTRY, plan_with

@@ -6,8 +6,7 @@ from hypothesis import given
 
 from simulator.bounds.bound import Instants
 from simulator.core.evaluator import Evaluator
-from simulator.core.problem import Problem
-from simulator.core.replay import by_category, holdings, peak_by_category, run
+from simulator.core.problem import Problem, by_category, holdings, peak_by_category, run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, trace

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from simulator.core.evaluator import Evaluator
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.core.limits import Limits
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.mu_two import Found, Search, exchanged, tidy

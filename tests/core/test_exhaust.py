@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from tests import exhaust
 from tests.strategies import traces, traces_with_actions

@@ -10,8 +10,7 @@ import pytest
 from simulator.bounds.bound import bounder_of
 from simulator.core import from_output
 from simulator.core.from_output import KIND, Swap
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from tests.tiny import bwd, fwd, trace

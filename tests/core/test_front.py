@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from simulator.bounds.bound import Instants
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible

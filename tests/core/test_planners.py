@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from simulator.bounds.bound import Instants
 from simulator.core.limits import Limits
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.mu_two import Costs, Search, cheapest

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.allocator.device import setting_of
-from simulator.core.problem import Problem
-from simulator.core.replay import by_category, peak_by_category, run
+from simulator.core.problem import Problem, by_category, peak_by_category, run
 from simulator.core.schedule import build
 from simulator.prediction.ask import Answer
 from simulator.prediction.question import Question

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.reserved import reserved_peak
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace

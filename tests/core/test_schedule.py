@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import PlanError

@@ -13,8 +13,7 @@ from simulator.bounds.bound import bounder_of
 from simulator.core import limits
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
-from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from simulator.planners import plan_with, search
 from simulator.planners.annealing import NOT_WALKED, Annealer, Walk

@@ -58,7 +58,7 @@ def test_no_module_of_traces_or_simulator_imports_torch() -> None:
     for package in ("traces", "simulator"):
         names += [package, *(m.name for m in pkgutil.walk_packages([str(ROOT / package)], f"{package}."))]
     names = [n for n in names if not n.endswith("__main__")]
-    assert {"simulator.cli.main", "simulator.core.replay", "traces.records.trace"} <= set(names)
+    assert {"simulator.cli.main", "simulator.core.problem", "traces.records.trace"} <= set(names)
     code = "import importlib\n" + "\n".join(f"importlib.import_module({n!r})" for n in names)
     assert not loaded_by(code) & (TORCH | {"pandas", "altair"})
 
