@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator import Infeasible, bound, compare, max_batch, pareto, plan, simulate
+from simulator import Infeasible, bound, compare, pareto, plan, simulate
 from tests.synthetic import resnet
 from traces.errors import PlanError, SpecError
 from traces.records.store import save
@@ -50,6 +50,8 @@ def test_constraints_and_planners_by_name_or_place(trace: Trace) -> None:
     assert bound(trace, "85%").added_time_ns <= bound(trace, "85%", never=["layer1 ::"]).added_time_ns
     with pytest.raises(SpecError, match="nothing"):
         plan(trace, "85%", never=["nothing ::"])
+    with pytest.raises(SpecError, match="a front has two at least"):
+        pareto(trace, 1)
 
 
 def test_what_cannot_be_is_infeasible_with_its_figures(trace: Trace) -> None:
@@ -58,16 +60,6 @@ def test_what_cannot_be_is_infeasible_with_its_figures(trace: Trace) -> None:
     lowest = refused.value.figures["lowest_peak_bytes"]
     assert plan(trace, lowest).budget_bytes == lowest
     assert not bound(trace, "1%").feasible
-
-
-def test_pareto_and_compare(trace: Trace) -> None:
-    front = pareto(trace, 4, planner="mu-two")
-    assert [p.budget_bytes for p in front.rows] == sorted(p.budget_bytes for p in front.rows)
-    assert front.rows[-1].overhead_percent == 0
-    found = compare(trace, "85%", ["mu-two", "save-all"])
-    assert {row.planner: row.feasible for row in found.rows} == {"mu-two": True, "save-all": False}
-    with pytest.raises(SpecError):
-        pareto(trace, 1)
 
 
 def test_devices_by_name_and_size(trace: Trace) -> None:
@@ -97,13 +89,6 @@ def test_records_show_themselves(trace: Trace) -> None:
     found = compare(trace, "80%", ["mu-two"])
     assert "mu-two" in found._repr_html_()
     assert len(repr(step)) < 400
-
-
-def test_max_batch_says_what_it_cannot_do(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no-such-gpu"):
-        max_batch("resnet18", "no-such-gpu", directory=tmp_path)
-    with pytest.raises(SpecError, match="no planner"):
-        max_batch("resnet18", "1GiB", planner="magic", directory=tmp_path)
 
 
 def test_the_package_loads_nothing_until_it_is_asked() -> None:
