@@ -86,8 +86,6 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
         from traces.records.store import load
 
         trace = load(name)
-        if trace.joined is not None and trace.joined.meta.fingerprint == plan.meta.fingerprint:
-            trace = trace.joined
         if trace.meta.fingerprint != plan.meta.fingerprint:
             raise PlanError(
                 f"{name}: this trace ({trace.meta.fingerprint}) is not the plan's ({plan.meta.fingerprint}); leave "

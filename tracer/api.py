@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     clip_grad_norm: float | None
     accumulate: int | None
     release_gradients: bool | None
+    join_loss: bool | None
 
 
 P = ParamSpec("P")
@@ -122,7 +123,8 @@ def trace(
             image_size (pixels), dtype, dropout, task, attention, use_cache, optimizer_impl. For every step, of its
             loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
             accumulate (how often forward and backward run before the optimizer's step), release_gradients (each
-            parameter is stepped in backward as soon as its gradient is there, which is freed).
+            parameter is stepped in backward as soon as its gradient is there, which is freed), join_loss (model and
+            loss function are captured as one, so that a loss head can run in tiles: `executor.planned_loss` trains it).
 
     Returns:
         The trace: all sizes in bytes, all times in ns.

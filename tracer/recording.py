@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,13 +18,11 @@ from tracer.record.draft import Draft
 from tracer.record.one_graph import OneGraph
 from tracer.record.program import Program
 from tracer.record.step import trace_step
-from tracer.record.tiles import may_have_head
-from tracer.step.joined import can_be_joined
 from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep
 from traces.devices import Device
 from traces.devices import device as device_entry
-from traces.errors import LowtideError, TraceError
+from traces.errors import TraceError
 from traces.files.whole import check_writable
 from traces.provenance import REHEARSED, provenance_of
 from traces.records import device_profile as store
@@ -53,63 +49,7 @@ class ProfileUse:
         return cls(path=Path(profile) if profile else None, off=profile is False)
 
 
-def record_fake(build: BuildStep, target: Device, use: ProfileUse, say: Say = silent) -> Trace:
-    """`record_drafted` without the draft, and with the loss in the graph."""
-    draft, trace = record_drafted(build, target, use, say)
-    return joined_with(trace, record_joined(build, draft, use, say))
-
-
-def joined_with(trace: Trace, found: tuple[Draft, Trace] | None) -> Trace:
-    """A trace with its `joined`, of what `record_joined` found."""
-    if found is None:
-        return trace
-    _, of = found
-    joined = replace(
-        of,
-        meta=replace(of.meta, untouched_peak_bytes=trace.meta.untouched_peak_bytes, rates=trace.meta.rates),
-        ops=replace(of.ops, module=_of_the_model(of.ops.module)),
-        storages=replace(of.storages, name=_of_the_model(of.storages.name)),
-        untouched=trace.untouched,
-    )
-    return replace(trace, joined=joined)
-
-
-def _of_the_model(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names in a module of model and loss function, without the attribute of the model in it."""
-    return tuple(re.sub(r"^(gradient of )?model(\.|$)", r"\1", name) for name in names)
-
-
-def record_joined(
-    build: BuildStep,
-    draft: Draft,
-    use: ProfileUse,
-    say: Say = silent,
-    *,
-    device: str = "cpu",
-    costs: Costs | None = None,
-) -> tuple[Draft, Trace] | None:
-    """The step with model and loss function captured as one, if that finds a loss head that can run in tiles. `costs`:
-    instead of those of the profile.
-    """
-    if not _may_join(draft):
-        return None
-    try:
-        if costs is None:
-            made, trace = record_drafted(build.joined, draft.target, use, device=device)
-        else:
-            made = trace_step(build.joined, draft.target, device=device, costs=costs)
-            trace = made.trace
-    except LowtideError as error:
-        say(f"The loss is left outside of the captured graph, where no loss head can run in tiles: {error}")
-        return None
-    return (made, trace) if any(x.backward is None for x in trace.meta.stretches) else None
-
-
-def _may_join(draft: Draft) -> bool:
-    return can_be_joined(draft.step) and may_have_head(draft.program)
-
-
-def record_drafted(
+def record_fake(
     build: BuildStep,
     target: Device,
     use: ProfileUse,
@@ -117,8 +57,8 @@ def record_drafted(
     *,
     device: str = "cpu",
     program: Callable[[TrainingStep], Program | None] = lambda step: None,
-) -> tuple[Draft, Trace]:
-    """A trace from fake tensors, its ops' costs from the profile of the target if there is one; and its draft.
+) -> Trace:
+    """A trace from fake tensors, its ops' costs from the profile of the target if there is one.
 
     Args:
         target: whose costs.
@@ -139,14 +79,14 @@ def record_drafted(
         kept if {w.op for w in kept} & {row.target for row in draft.rows} else None,
     )
     say(sources_text(trace, str(found.path) if found is not None else ""))
-    return draft, trace
+    return trace
 
 
 def record_shapes(
     builds: Sequence[BuildStep], target: Device, use: ProfileUse, each: Callable[[int, Trace], None]
 ) -> None:
     """The traces of steps that differ in sizes alone: of one captured graph, where that is what capturing each comes
-    to. With the loss in the graph, too, if the largest may have a loss head.
+    to.
 
     Args:
         builds: in order of size.
@@ -154,22 +94,9 @@ def record_shapes(
     """
 
     gpu = target if target.kind == "cuda" else None
-    alone, of_both = OneGraph(gpu), OneGraph(gpu)
-
-    def record(k: int) -> tuple[Draft, Trace]:
-        return record_drafted(builds[k], target, use, program=alone.program)
-
-    last = len(builds) - 1
-    order = list(dict.fromkeys((last // 2, last, 0, *range(last))))
-    made = {k: record(k) for k in order[:2]}
-    join = _may_join(made[last][0])
-    for k in order:
-        _, trace = made.pop(k) if k in made else record(k)
-        if join:
-            with suppress(LowtideError):  # the loss is left outside
-                both = record_drafted(builds[k].joined, target, use, program=of_both.program)
-                trace = joined_with(trace, both)
-        each(k, trace)
+    graph, last = OneGraph(gpu), len(builds) - 1
+    for k in dict.fromkeys((last // 2, last, 0, *range(last))):
+        each(k, record_fake(builds[k], target, use, program=graph.program))
 
 
 def record_real(
@@ -221,7 +148,7 @@ def record_real(
         trace = replace(trace, meta=replace(trace.meta, rates=rates))
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
-    return joined_with(trace, record_joined(build, draft, use, say, device=device, costs=Costs(profile=own)))
+    return trace
 
 
 def _known(target: Device, build: BuildStep, use: ProfileUse, say: Say) -> DeviceProfile | None:

@@ -217,6 +217,8 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
                          help="Run forward and backward so many times, a batch each, before the optimizer."),
             click.option("--release-gradients", is_flag=True, default=None,
                          help="Step each parameter in backward when its gradient is there, and free the gradient."),
+            click.option("--join-loss", is_flag=True, default=None,
+                         help="Capture model and loss function as one, so that a loss head can run in tiles."),
             click.option("--dropout", type=float, help="Dropout probability, instead of the model's own."),
             click.option("--task", help="Task of a model of hf:CONFIG.json: causal-lm, image-classification, ..."),
             click.option("--attention", help="Attention: sdpa or eager (transformers)."),

@@ -20,7 +20,6 @@ from executor.training.planning import Clock, Wanted, in_words, plan_within, rec
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.step import UNTOUCHED_LESS, text, warnings_of
-from tracer.step.loop_options import JOIN_LOSS
 
 
 def fit(
@@ -34,6 +33,7 @@ def fit(
     amp: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     release_gradients: bool = False,
+    join_loss: bool = False,
     allow: str = "bit",
     levers: Sequence[str] | None = None,
     max_gradient_error: float | None = None,
@@ -56,9 +56,10 @@ def fit(
         amp: the type of autocast around model and loss; None: that which is on around this call.
         release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
             this optimizer would, and free its gradient.
+        join_loss: model and loss function are planned as one, so that with allow="fp" a loss head can run in tiles:
+            train with `planned_loss` then.
         allow, levers, planner, seconds: how plans are looked for, as in `simulator.plan`; but with allow="bit" and no
             lever named by recomputation alone.
-            With a loss function and "fp" a plan may make the loss, too, in tiles: train with `planned_loss` then.
         max_gradient_error: with allow="approximate" the relative L2 error of the step's gradient that a plan may
             make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
             measured on this batch, and that of the plan, in which it stands.
@@ -89,19 +90,20 @@ def fit(
         max_gradient_error=max_gradient_error,
         planner=planner,
         seconds=seconds,
-        loop={"release_gradients": True} if release_gradients else {},
+        loop={"release_gradients": release_gradients or None, "join_loss": join_loss or None},
     )
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock, target = time.monotonic(), Clock(say), bare(model)
-    step = record(target, batch, loss, wanted, amp, join=allow != "bit")
-    clock.done(f"captured {len(step.program.ops)} ops")
-    for warning in warnings_of(Problem(step.trace)):
+    build, trace = record(target, batch, loss, wanted, amp)
+    clock.done(f"captured a step of {len(trace.ops)} ops")
+    for warning in warnings_of(Problem(trace)):
         if warning.code == UNTOUCHED_LESS:
             say(f"warning: {text(warning)}")
-    plan = plan_within(step, wanted) if max_gradient_error is None else plan_measured(step, wanted, say)
+    measured = max_gradient_error is not None
+    plan = plan_measured(build, trace, wanted, say) if measured else plan_within(trace, wanted)
     clock.done(f"planned: {in_words(plan)}")
-    if plan.meta.options.get(JOIN_LOSS):
+    if join_loss:
         say(
             "the plan makes the loss, too: train with planned_loss(model, batch) in place of loss(model(x), y)"
         )

@@ -12,14 +12,14 @@ import torch
 
 from executor.backend import Say
 from executor.training.module import apply_plan, remove_plan
-from executor.training.planning import Recorded, Wanted, plan_within
+from executor.training.planning import Wanted, plan_within
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
 from simulator.levers.lever import parts
 from simulator.prediction.choose import ANY
 from tracer.api import left_as_found
 from tracer.step.loop import run_step
-from tracer.step.loop_options import BEFORE, JOIN_LOSS
+from tracer.step.loop_options import BEFORE
 from tracer.step.step import BuildStep
 from traces.errors import BudgetError, SpecError
 from traces.records.gradient_errors import GradientErrors, Part
@@ -89,7 +89,7 @@ def gradient_errors(
 
     Args:
         build: makes the step; the optimizer does not run.
-        made: its trace; if that has model and loss function as one, too, both are measured.
+        made: its trace.
         most: of a format no more parts are measured once those before come to a larger error.
 
     Raises:
@@ -107,12 +107,9 @@ def gradient_errors(
             say(f"{kind}, {len(part)} values: {error:.2e}")
             if square > most**2:
                 break
-    meta, joined = made.meta, None
-    if made.joined is not None:
-        say("model and loss function as one:")
-        joined = gradient_errors(build.joined, made.joined, kinds, device, most=most, say=say)
+    meta = made.meta
     return GradientErrors(
-        fingerprint=meta.graph_fingerprint, model=meta.model, device=device, parts=tuple(found), joined=joined
+        fingerprint=meta.graph_fingerprint, model=meta.model, device=device, parts=tuple(found)
     )
 
 
@@ -122,7 +119,7 @@ def with_error(build: BuildStep, plan: Plan, device: str = "cpu") -> Plan:
     return made.sealed() if plan.seal else made
 
 
-def plan_measured(step: Recorded, wanted: Wanted, say: Say) -> Plan:
+def plan_measured(build: BuildStep, trace: Trace, wanted: Wanted, say: Say) -> Plan:
     """The plan whose gradient's error was measured as a whole, after those of its parts, on the user's batch.
 
     Copies of model and batch run, on the device of the model; the untouched step must fit there.
@@ -131,14 +128,12 @@ def plan_measured(step: Recorded, wanted: Wanted, say: Say) -> Plan:
         BudgetError: no plan was found within budget and error. SpecError: as `plan_within`.
     """
     most, asked = wanted.max_gradient_error or ANY, wanted
-    device = step.trace.meta.device
+    device = trace.meta.device
     kinds = [k for k in LOSSY if wanted.levers is None or k in wanted.levers]
     with left_as_found(False):
-        errors = gradient_errors(step.build, step.trace, kinds, device, most=most, say=say)
+        errors = gradient_errors(build, trace, kinds, device, most=most, say=say)
         for _ in range(TRIES):
-            plan = plan_within(step, asked, errors)
-            of_both = step.joined if plan.meta.options.get(JOIN_LOSS) else None
-            plan = with_error((of_both or step).build, plan, device)
+            plan = with_error(build, plan_within(trace, asked, errors), device)
             error = plan.gradient_error or 0.0
             if error <= most:
                 return plan

@@ -39,7 +39,6 @@ from tracer.step.batch import split_batch
 from tracer.step.context import is_fake
 from tracer.step.joined import WithLoss
 from tracer.step.loop import scalar
-from tracer.step.loop_options import JOIN_LOSS
 from tracer.torch_api import (
     disable_dynamo,
     inside_torch_func,
@@ -147,8 +146,7 @@ class Planned:
     @property
     def of_both(self) -> bool:
         """True if the plan is of model and loss function as one, and this of the model alone."""
-        plan = self.compiler.plan
-        return plan is not None and bool(plan.meta.options.get(JOIN_LOSS)) and self.loss is not None
+        return _makes_loss(self.compiler.plan) and self.loss is not None
 
     @disable_dynamo
     def watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +269,7 @@ class Planned:
             )
         if self.of_both and self.compiler.on_mismatch == ERROR:
             raise PlanError(
-                "the plan makes the loss, too, in tiles, so that what the model returns does not exist: call "
+                "the plan is of model and loss function as one, and what the model returns may not exist: call "
                 f"planned_loss(model, batch) in place of loss(model(x), y){HINT}"
             )
         kinds = [x.device.type for x in (*leaves, *self.module.parameters()) if isinstance(x, torch.Tensor)]
@@ -366,8 +364,8 @@ def apply_plan(
     Args:
         model: on CPU or CUDA; inside a DistributedDataParallel the plan goes to the module in it.
         plan: a Plan or the path of one.
-        loss: for `planned_loss`: the loss function, or module, that the step was traced with. A plan that runs a loss
-            head in tiles which the model does not hold itself needs it.
+        loss: for `planned_loss`: the loss function, or module, that the step was traced with. A plan of model and
+            loss function as one (`join_loss`) needs it.
         on_mismatch: of a training call that the plan is not for (another set of arguments, a block that was frozen
             since, another autocast, a model that cannot be captured so): "error" raises; "eager" runs it without a
             plan; "replan" makes a plan for that graph within the same budget, or does as "eager" if there is none.
@@ -412,7 +410,7 @@ def install(
         raise PlanError(f"{within[0]} has a plan already: remove_plan(model) first, or plan only the parts.")
     check_capturable(target)
     if plan is not None:
-        both = bool(plan.meta.options.get(JOIN_LOSS)) and not isinstance(target, WithLoss)
+        both = _makes_loss(plan) and not isinstance(target, WithLoss)
         if both and loss is None:
             raise PlanError(
                 "the plan is of model and loss function as one: apply_plan(model, plan, loss=...), and train with "
@@ -424,6 +422,10 @@ def install(
     planned.first = first
     planned.install()
     return model
+
+
+def _makes_loss(plan: Plan | None) -> bool:
+    return plan is not None and bool(plan.meta.options.get("join_loss"))
 
 
 def _state_bytes(optimizer: str, model: nn.Module) -> int:
@@ -451,9 +453,9 @@ def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
         loss = planned_loss(model, (x, y))                # in place of criterion(model(x), y)
 
-    It is the way to train by a plan that makes the loss, too, in tiles, and does the same by any other. A training call
-    of the model itself is by such a plan one that the plan is not for (`on_mismatch`), since it returns what the tiled
-    step does not make. In `unplanned`, in evaluation mode and without gradients nothing is planned.
+    It is the way to train by a plan of model and loss function as one (`join_loss`), and does the same by any other. A
+    training call of the model itself is by such a plan one that the plan is not for (`on_mismatch`). In `unplanned`, in
+    evaluation mode and without gradients nothing is planned.
 
     Args:
         model: what `fit` or `apply_plan` returned, which was given the loss function.

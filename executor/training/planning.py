@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, cast
 
@@ -19,9 +19,8 @@ from simulator.core.limits import DEFAULTS
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
-from tracer.record.program import Program
-from tracer.recording import ProfileUse, joined_with, record_drafted, record_joined
-from tracer.step.batch import SplitBatch, loss_in_outputs, split_batch, to_device
+from tracer.recording import ProfileUse, record_fake
+from tracer.step.batch import loss_in_outputs
 from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
 from traces.devices import device as device_entry
@@ -50,33 +49,19 @@ class Wanted:
     loop: Mapping[str, Any] = field(default_factory=dict)  # `tracer.step.loop_options`, such as accumulate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A training step of a model in hand: its trace, what was captured of the model, and the call that it was of."""
-
-    trace: Trace
-    build: BuildStep  # of copies of what the user holds
-    program: Program
-    given: SplitBatch
-    on_gpu: bool
-    joined: Recorded | None = None  # of model and loss function as one, as the trace has it
-
-
 def record(
     model: nn.Module,
     batch: Any,
     loss: Callable[..., Any] | None,
     wanted: Wanted,
     amp: str | None = None,
-    *,
-    join: bool = False,
-) -> Recorded:
+) -> tuple[BuildStep, Trace]:
     """Record a step on fake tensors of the model's device; the model, which has no plan, stays as it is but for
-    training mode. Model, batch, loss and errors are those of `tracer.trace`.
+    training mode. Model, batch, loss and errors are those of `tracer.trace`. Returns what builds it of copies of them,
+    and its trace.
 
     Args:
         amp: the type of autocast, "" for none; None: that which is on.
-        join: whether to look for a loss head across the border between model and loss.
     """
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if not model.training:
@@ -87,30 +72,10 @@ def record(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False):
-        draft, trace = record_drafted(step, target, ProfileUse(), device=str(where))
-        found = record_joined(step, draft, ProfileUse(), device=str(where)) if join else None
-    given = split_batch(model, to_device(batch, str(where), None), loss)
-    recorded = Recorded(
-        trace=joined_with(trace, found),
-        build=step,
-        program=draft.program,
-        given=given,
-        on_gpu=bool(name),
-    )
-    if found is None or recorded.trace.joined is None:
-        return recorded
-    args = (given.args, given.kwargs, given.loss_inputs)
-    joined = replace(
-        recorded,
-        trace=recorded.trace.joined,
-        build=step.joined,
-        program=found[0].program,
-        given=SplitBatch(args=args, kwargs={}, loss=loss_in_outputs, loss_inputs=()),
-    )
-    return replace(recorded, joined=joined)
+        return step, record_fake(step, target, ProfileUse(), device=str(where))
 
 
-def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:
+def plan_within(trace: Trace, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:
     """The plan for a recorded step, by recomputation alone unless more than equal bits is allowed or levers are named;
     on CUDA under the allocator's settings of this process.
 
@@ -123,17 +88,18 @@ def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = 
     """
     # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
     unnamed = () if wanted.allow == "bit" else None
+    on_gpu = trace.meta.device == "cuda"
     return simulator.plan(
-        step.trace,
+        trace,
         wanted.budget,
         allow=wanted.allow,
         levers=unnamed if wanted.levers is None else wanted.levers,
         max_gradient_error=wanted.max_gradient_error,
         errors=errors,
         planner=wanted.planner,
-        budget_of=wanted.budget_of or (RESERVED if step.on_gpu else ALLOCATED),
+        budget_of=wanted.budget_of or (RESERVED if on_gpu else ALLOCATED),
         seconds=wanted.seconds,
-        alloc_conf=alloc_conf() if step.on_gpu else None,
+        alloc_conf=alloc_conf() if on_gpu else None,
     )
 
 

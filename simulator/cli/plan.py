@@ -109,7 +109,7 @@ def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
         *peaks_table(c, found.asked).lines(),
         *(f"{word:<7} {text}" for word, text in in_words(found)),
         *at_sizes,
-        *(f"warning {text}" for text in (*texts_beside_untouched(c), found.left_out) if text),
+        *(f"warning {text}" for text in texts_beside_untouched(c)),
     ]
     if c.planned.timeline.peak_step >= 0:
         sentence, parts = at_peak(c)

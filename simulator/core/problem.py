@@ -21,7 +21,7 @@ from itertools import islice
 from simulator.core.facts import Facts
 from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
 from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, transfer_ns
-from traces.records.plan import Action, Plan
+from traces.records.plan import Action
 from traces.records.trace import CATEGORIES, VIEW, WORKSPACE, Trace
 
 
@@ -191,16 +191,6 @@ class Problem(Facts):
         if self._replayed is None or self._replayed[0] != wanted:
             self._replayed = (wanted, replay(self, wanted))
         return self._replayed[1]
-
-    @cached_property
-    def joined(self) -> Problem | None:
-        """That of model and loss function captured as one, if the trace has it."""
-        return None if self.trace.joined is None else Problem(self.trace.joined, self.constraints)
-
-    def planned_by(self, plan: Plan) -> Problem:
-        """Itself, or `joined` if a plan is of that."""
-        joined = self.joined
-        return joined if joined and plan.meta.fingerprint == joined.trace.meta.fingerprint else self
 
     @cached_property
     def saved(self) -> Replay:

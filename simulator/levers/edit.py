@@ -309,7 +309,7 @@ class Editing:
                 fingerprint(ops, storages, sizes=False, eager=False),
             )
         )
-        made = replace(self.source, meta=self._meta(ops, *told), ops=ops, storages=storages, joined=None)
+        made = replace(self.source, meta=self._meta(ops, *told), ops=ops, storages=storages)
         return made if draft else validate(made)
 
     def _meta(self, ops: Ops, whole: str, graph: str, structure: str) -> TraceMeta:

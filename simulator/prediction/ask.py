@@ -10,20 +10,13 @@ from typing import Any, Final
 
 from simulator.allocator.device import DeviceFit, Setting, asking_ahead, settings_to_try
 from simulator.bounds.bound import Bound
-from simulator.core.limits import Levers, Limits
+from simulator.core.limits import Limits
 from simulator.core.problem import Problem, Replay, peak_by_category
 from simulator.levers import rewritten_problem
 from simulator.levers.offload import host_bytes
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
-from simulator.prediction.levers import (
-    has_head,
-    left_out,
-    lower_bound,
-    nothing_in_tiles,
-    plan_with_levers,
-    with_loss,
-)
+from simulator.prediction.levers import lower_bound, nothing_in_tiles, plan_with_levers
 from simulator.prediction.question import Question
 from simulator.prediction.step import Prediction, predict, provenance, texts
 from traces.errors import BudgetError, LowtideError
@@ -78,17 +71,12 @@ class Answer:
         times = (run.timeline.step_time_ns for run in (self.found.planned, self.found.saved))
         return self.bound.gap_points(*times)
 
-    @property
-    def left_out(self) -> str:
-        """In words, what the levers could do and may not; "": nothing."""
-        return left_out(self.asked.problem, self.question.levers)
-
     def to_json(self) -> dict[str, Any]:
         """Return what `simulate TRACE --json` prints: without a plan the same keys, its figures empty, and why."""
         from simulator.prediction.loop_peaks import planned_peaks, untouched_peaks
 
         c, bound = self.found or self.asked, self.bound
-        meta, warnings = c.trace.meta, [*texts(c)]
+        meta = c.trace.meta
         out = {
             "trace": self.trace_name,
             "model": meta.model,
@@ -103,7 +91,7 @@ class Answer:
             if bound is None
             else bound.to_json(),
             "gap_points": self.gap_points,
-            "warnings": [*warnings, self.left_out] if self.left_out and self.found else warnings,
+            "warnings": [*texts(c)],
             "feasible": self.found is not None and c.planned_fit.fits is not False,
             **({} if self.found is None else {"budget_bytes": self.budget_bytes}),
             "budget_of": self.budget_of,
@@ -227,39 +215,12 @@ def _planned(a: Answer, say: Say) -> Prediction:
         plan = make(problem, limits)
     else:
         sooner = partial(make, limits=replace(limits, seconds=limits.seconds / SOONER))
-        plan = _cheapest(problem, limit, q.levers, partial(make, limits=limits), sooner)
-    step = rewritten_problem(problem.planned_by(plan), plan.rewrites)
+        plan = plan_with_levers(problem, limit, q.levers, partial(make, limits=limits), sooner)
+    step = rewritten_problem(problem, plan.rewrites)
     setting = under.get(step, setting)
     ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
     plan = replace(plan, budget_bytes=limit, budget_of=a.budget_of, ahead_bytes=ahead)
     return completed(predict(problem, asking_ahead(setting, 0), plan, limit))
-
-
-def _cheapest(
-    problem: Problem,
-    budget_bytes: int,
-    levers: Levers,
-    make: Callable[[Problem], Plan],
-    sooner: Callable[[Problem], Plan],
-) -> Plan:
-    """The cheapest plan: of model and loss function as one only if that runs the loss head in tiles, or if the model
-    alone has none. Raises Infeasible if there is none; the refusal with the lower peak.
-    """
-    joined = None if levers.kinds == () else with_loss(problem, levers)
-    if joined is None or problem.saved.timeline.peak_allocated_bytes <= budget_bytes:
-        return plan_with_levers(problem, budget_bytes, levers, make, sooner)
-    found: list[Plan] = []
-    refusals: list[Infeasible] = []
-    for step, mine in (joined, (problem, levers)):
-        try:
-            found.append(plan_with_levers(step, budget_bytes, mine, make, sooner))
-        except Infeasible as error:
-            refusals.append(error)
-        if found and step is joined[0] and has_head(step, found[0].rewrites):
-            break
-    if not found:
-        raise min(refusals, key=lambda error: error.figures["lowest_peak_bytes"])
-    return found[-1]
 
 
 def completed(c: Prediction) -> Prediction:

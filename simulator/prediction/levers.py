@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from simulator.bounds.bound import Bound
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
-from simulator.levers import UNASKED, checked, exactness_of, tile
+from simulator.levers import UNASKED, checked, exactness_of
 from simulator.levers.lever import Wish
 from simulator.planners.outcome import Infeasible, percent
 from simulator.prediction.choose import (
@@ -33,8 +33,7 @@ from simulator.prediction.choose import (
     promise_of,
 )
 from traces.errors import SpecError
-from traces.records.gradient_errors import COMMAND
-from traces.records.plan import FP, Plan, Rewrite
+from traces.records.plan import FP, Plan
 from traces.records.trace import MOST, Trace
 from traces.units import show_bytes
 
@@ -126,15 +125,10 @@ class _Planning:
 def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
     check_named(levers)
-    steps = [(problem, levers)]
-    if (joined := with_loss(problem, levers)) is not None:
-        steps.append(joined)
-
-    def lowest(of: Problem, mine: Levers) -> int:
-        found = ladders(of, Wish(levers=mine))
-        return floor_of(of, climb(found, lambda rs: -floor_of(of, rs) if allowed(rs, mine) else -MOST))
-
-    return min(lowest(*step) for step in steps)
+    found = ladders(problem, Wish(levers=levers))
+    return floor_of(
+        problem, climb(found, lambda rs: -floor_of(problem, rs) if allowed(rs, levers) else -MOST)
+    )
 
 
 TRIED: Final = "; of the steps as the rewrites that were tried change them"  # after the reason of a bound
@@ -144,15 +138,6 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     """Return what every plan within the budget adds at least, with these levers or without; if there is more to choose
     than the number of tiles of one head, in the combinations that were tried.
     """
-    bound = _lower_bound(problem, budget_bytes, levers)
-    if (bound.added_time_ns or not bound.feasible) and (joined := with_loss(problem, levers)) is not None:
-        of, mine = joined
-        other = _lower_bound(of, budget_bytes, mine)
-        return min(bound, other, key=lambda b: (not b.feasible, b.added_time_ns))
-    return bound
-
-
-def _lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     best = changed_steps(problem, budget_bytes, levers)[0]
     assert isinstance(best, Changed)
     rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
@@ -193,10 +178,6 @@ def _of(problem: Problem, plan: Plan, rewrites: Rewrites, levers: Levers) -> Pla
 
 def _helpful(problem: Problem, levers: Levers) -> str:
     """In words, the rewrites that would lower the floor most, if they are not allowed; or why there are none."""
-    if levers.errors is None:
-        problem = problem.joined or problem
-    elif (joined := with_loss(problem, levers)) is not None:
-        problem, levers = joined
     could = Levers(allow="approximate", kinds=UNASKED)
     best = climb(ladders(problem, Wish(levers=could)), lambda rs: -floor_of(problem, rs))
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
@@ -208,43 +189,12 @@ def _helpful(problem: Problem, levers: Levers) -> str:
     return f"With --allow {word} the lever {kinds} lowers what no plan can go below to {lower}."
 
 
-# A loss outside of the model
-
-
-def with_loss(problem: Problem, levers: Levers) -> tuple[Problem, Levers] | None:
-    """The step of model and loss function as one, whose loss head can run in tiles, if they are allowed; and the levers
-    with the errors of that step."""
-    if not levers.allows(FP) or "tile" not in (levers.kinds or UNASKED) or problem.joined is None:
-        return None
-    if levers.errors is None:
-        return problem.joined, levers
-    errors = levers.errors.joined
-    return None if errors is None else (problem.joined, replace(levers, errors=errors))
-
-
-def left_out(problem: Problem, levers: Levers) -> str:
-    """In words, why a loss head that is outside of the model does not run in tiles; "": it may, or there is none."""
-    if with_loss(problem, replace(levers, errors=None)) is None or with_loss(problem, levers) is not None:
-        return ""
-    return (
-        f"The loss is left outside of the captured graph by these --errors; measure them again with `{COMMAND}`: its "
-        "tiles (lever tile) are not used."
-    )
-
-
-def has_head(problem: Problem, rewrites: Iterable[Rewrite]) -> bool:
-    """Return whether rewrites run a loss head in tiles."""
-    heads = tile.heads(problem.trace)
-    return any(r.kind == tile.LEVER.name and r.storage in heads for r in rewrites)
-
-
 def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
     """In words, why a step has nothing that could run in tiles, if tiles are allowed; "": it has, or they are not."""
-    named = trace.meta.stretches or trace.joined is not None
-    if named or not levers.allows(FP) or "tile" not in (levers.kinds or UNASKED):
+    if trace.meta.stretches or not levers.allows(FP) or "tile" not in (levers.kinds or UNASKED):
         return ""
     return (
         "The trace names nothing that could run in tiles. Where you expect something: an older trace does not say it, "
-        "so trace again; a loss is found where forward computes it, or a loss function that the trace was given, of "
-        "the model's output and the targets alone; in a step() of your own it is not."
+        "so trace again; a loss is found where forward computes it, or with --join-loss in a loss function; in a "
+        "step() of your own it is not."
     )

@@ -147,11 +147,10 @@ def describe(meta: TraceMeta) -> str:
 def predict(
     problem: Problem, setting: Setting, plan: Plan | None = None, budget_bytes: int | None = None
 ) -> Prediction:
-    """Replay a step without and with a plan, whatever the constraints; without a plan, everything is saved. A plan of
-    model and loss function as one is replayed on that step. Raises PlanError if the plan does not fit the trace.
+    """Replay a step without and with a plan, whatever the constraints; without a plan, everything is saved. Raises
+    PlanError if the plan does not fit the trace.
     """
     plan = plan or Plan(meta=problem.trace.meta, planner=SAVE_ALL)
-    problem = problem.planned_by(plan)
     free = problem.unconstrained
     step = rewritten_problem(free, plan.rewrites)
     planned = step.replay(plan.actions) if plan.actions else step.saved

@@ -9,11 +9,10 @@ from typing import Final
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.levers import LEVERS, exactness_of, rewritten_problem, tile
+from simulator.levers import LEVERS, exactness_of, rewritten_problem
 from simulator.levers.lever import Wish
 from simulator.planners.outcome import percent
 from simulator.prediction.choose import Changed, climb, floor_of, ladders
-from simulator.prediction.levers import has_head
 from simulator.show.tables import table
 from simulator.studies.rows import Study
 from traces.errors import SpecError
@@ -43,30 +42,20 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
     """Return what each lever alone does to the step, and all of a class together.
 
     Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
-    floor, of other kinds all that is offered. Ignores: that fewer may do. As in plans, the step is that of model and
-    loss function as one where a loss head outside of the model runs in tiles, and nowhere else.
+    floor, of other kinds all that is offered. Ignores: that fewer may do.
 
     Args:
         name: of the trace, for the answer.
         budget_bytes: for what plans within it add at least.
     """
     found = _each_alone(problem)
-    tiled, found_tiled = problem, found  # of which step a plan with tiles is
-    if (joined := problem.joined) is not None:
-        found_joined = _each_alone(joined)
-        if has_head(joined, found_joined.get(tile.LEVER.name, ())):
-            tiled, found_tiled = joined, found_joined
     rows = [_reach(problem, RECOMPUTE_ALONE, (), budget_bytes)]
-    for kind in LEVERS:
-        step, rewrites = (tiled, found_tiled) if kind == tile.LEVER.name else (problem, found)
-        if kind in rewrites:
-            rows.append(_reach(step, kind, rewrites[kind], budget_bytes))
+    rows += [_reach(problem, kind, rewrites, budget_bytes) for kind, rewrites in found.items()]
     for name_of_all, most in (("all exact", EXACT), ("all up to rounding", FP), ("all", APPROXIMATE)):
-        step, rewrites = (problem, found) if most == EXACT else (tiled, found_tiled)
-        kinds = [k for k in rewrites if EXACTNESS.index(LEVERS[k].exactness) <= EXACTNESS.index(most)]
-        together = _together(step, {k: rewrites[k] for k in kinds})
+        kinds = [k for k in found if EXACTNESS.index(LEVERS[k].exactness) <= EXACTNESS.index(most)]
+        together = _together(problem, {k: found[k] for k in kinds})
         if len({r.kind for r in together}) > 1:
-            rows.append(_reach(step, name_of_all, together, budget_bytes))
+            rows.append(_reach(problem, name_of_all, together, budget_bytes))
     meta, whole, time_ns = problem.trace.meta, rows[0].peak_allocated_bytes, problem.trace.time_ns
     return Study(
         problem=problem,

@@ -156,7 +156,7 @@ def over_shapes(
     planned_peak = c.planned.timeline.peak_allocated_bytes
     peaks, asked = [], []
     for sizes, trace in traces:
-        step, replay, runs = _run(c, Problem(_alike(trace, c.trace)), sizes)
+        step, replay, runs = _run(c, Problem(trace), sizes)
         peak = replay.timeline.peak_allocated_bytes
         if sizes == shapes.largest and (runs != PLAN or peak != planned_peak):
             raise TraceError(
@@ -174,12 +174,6 @@ def over_shapes(
         peaks=tuple(peaks),
         reserved=_random_steps(c, asked, seed) if asked else None,
     )
-
-
-def _alike(trace: Trace, planned: Trace) -> Trace:
-    """A trace, or its `joined` if a plan is of that."""
-    joined = trace.joined
-    return joined if joined and joined.meta.options.keys() == planned.meta.options.keys() else trace
 
 
 def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Problem, Replay, str]:
@@ -284,8 +278,6 @@ def _found(trace: Trace, place: Path, sizes: Sequence[Sizes]) -> list[tuple[Size
             getattr(a, k) != getattr(b, k) for k in ("model", "seed", "target", "versions")
         ):
             return None
-        if s == sizes[-1] and other.joined is None and trace.joined is not None:
-            return None  # of a time when shapes were recorded without their loss
         found.append((s, other))
     return found
 

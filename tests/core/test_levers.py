@@ -19,14 +19,13 @@ from simulator.planners.outcome import Infeasible
 from simulator.prediction import choose, levers
 from simulator.prediction.ask import ask
 from simulator.prediction.choose import Changed, Chooser, Worth, changed_steps, climb
-from simulator.prediction.levers import left_out, lower_bound, lowest_floor, plan_with_levers
+from simulator.prediction.levers import lower_bound, lowest_floor, plan_with_levers
 from simulator.prediction.question import Question
 from simulator.studies.levers import study
 from simulator.studies.max_batch import MaxBatch, max_batch
 from simulator.studies.tracing import Traced
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError, TraceError
-from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import EXACT, FP, Plan, Rewrite
 from traces.records.store import load
 from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
@@ -369,17 +368,6 @@ def test_of_two_numbers_of_tiles_that_promise_as_much_the_smaller_is_planned_and
 
     plan_with_levers(problem, 1, Levers(allow="fp"), make)
     assert planned == asked
-
-
-def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
-    apart = Problem(replace(head(), joined=head()))
-    errors = GradientErrors(fingerprint="", model="net", device="cpu", parts=())
-    may, known = Levers(allow="approximate"), Levers(allow="approximate", errors=errors)
-    assert left_out(apart, may) == ""
-    assert left_out(Problem(head()), known) == ""
-    assert left_out(apart, Levers()) == ""
-    assert "outside of the captured graph by these --errors; measure" in left_out(apart, known)
-    assert left_out(apart, replace(known, errors=replace(errors, joined=errors))) == ""
 
 
 def rungs(*of: tuple[Rewrite, ...], waits: bool = False) -> Ladder:

@@ -22,7 +22,6 @@ from tracer.cli.main import trace
 from traces.errors import TraceError
 from traces.files.parquet import META_KEY
 from traces.records.store import (
-    JOINED,
     OPS_FILE,
     STORAGES_FILE,
     UNTOUCHED_FILE,
@@ -183,16 +182,6 @@ def test_a_missing_file(stored: Path) -> None:
         load(stored)
     (stored / STORAGES_FILE).mkdir()
     with pytest.raises(TraceError, match=f"{STORAGES_FILE}: a directory"):
-        load(stored)
-
-
-@pytest.mark.parametrize("missing", [OPS_FILE, STORAGES_FILE])
-def test_a_missing_file_of_the_joined_trace(stored: Path, missing: str) -> None:
-    for file in (OPS_FILE, STORAGES_FILE):
-        (stored / f"{JOINED}{file}").write_bytes((stored / file).read_bytes())
-    assert load(stored).joined is not None
-    (stored / f"{JOINED}{missing}").unlink()
-    with pytest.raises(TraceError, match=f"{JOINED}{missing}: missing"):
         load(stored)
 
 

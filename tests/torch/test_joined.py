@@ -6,25 +6,21 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan, fit, planned_loss, remove_plan, unplanned  # noqa: E402
 from executor.fitting.gradient_errors import gradient_errors, with_error  # noqa: E402
-from executor.matching import trace_of  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.levers import offload, rewritten_problem  # noqa: E402
-from simulator.studies.levers import study  # noqa: E402
+from simulator.levers import rewritten_problem  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tests.torch.test_tile import (  # noqa: E402
@@ -39,13 +35,11 @@ from tests.torch.test_tile import (  # noqa: E402
 )
 from tracer import trace  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from tracer.record.draft import Draft  # noqa: E402
-from tracer.recording import ProfileUse, joined_with, record_real  # noqa: E402
+from tracer.recording import ProfileUse, record_real  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device as device_entry  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
 from traces.records.gradient_errors import GradientErrors  # noqa: E402
-from traces.records.store import load, save  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
 
@@ -70,10 +64,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets
 
 
-def joined(of: Trace) -> Trace:
-    assert of.meta.stretches == ()
-    assert of.joined is not None
-    return of.joined
+def joined(model: nn.Module, given: Any, loss: Callable[..., Any], **options: Any) -> Trace:
+    of = trace(model, given, loss=loss, join_loss=True, **options)
+    assert of.meta.stretches
+    return of
 
 
 def agree(model: nn.Module, planned: nn.Module, rtol: float = 2e-6) -> None:
@@ -93,7 +87,7 @@ def test_gradients_are_those_of_the_untouched_step(head: str) -> None:
     torch.manual_seed(0)
     model, loss = apart(HEADS[head]())
     x, y = batch()
-    of = joined(trace(model, (x, y), loss=loss))
+    of = joined(model, (x, y), loss)
     planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4), loss=loss)
     for parts in (1, 3):  # of an accumulated step
         model.zero_grad()
@@ -137,7 +131,7 @@ def test_a_loss_module_of_dicts_under_autocast() -> None:
     given = {"ids": x, "mask": torch.ones(4, 15), "targets": y, "weight": torch.tensor(0.7)}
     model, loss = net, Criterion()
     exact, mine = copy.deepcopy(model), copy.deepcopy(loss)
-    of = joined(trace(model, given, loss=loss, amp="bfloat16"))
+    of = joined(model, given, loss, amp="bfloat16")
     planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4), loss=mine)
     loss(exact(x, given["mask"]), given).backward()
     scale = loss.scale.grad.clone()
@@ -155,14 +149,7 @@ def test_a_loss_module_of_dicts_under_autocast() -> None:
 @pytest.mark.parametrize("loss", [across_rows, with_noisy, largest])
 def test_a_head_whose_rows_depend_on_each_other_is_none(loss: Callable[..., torch.Tensor]) -> None:
     model, outside = apart(Net(loss))
-    assert trace(model, batch(), loss=outside).joined is None
-
-
-def test_no_other_trace_is_captured_twice() -> None:
-    images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
-    given = torch.randn(16, 3, 8, 8), torch.randint(0, 10, (16,))
-    assert trace(images, given, loss=functional.cross_entropy).joined is None
-    assert trace(HEADS["mean"](), dict(zip(("ids", "targets"), batch(), strict=True))).joined is None
+    assert trace(model, batch(), loss=outside, join_loss=True).meta.stretches == ()
 
 
 def wide() -> tuple[Any, Any, Any, Any]:
@@ -177,7 +164,7 @@ SPEC = f"{Path(__file__).resolve()}:wide"
 
 
 def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
-    spec = load_spec(SPEC, {}).joined
+    spec = load_spec(SPEC, {"join_loss": True})
     of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
     made = in_tiles(of, 7)
     predicted = rewritten_problem(Problem(of), made.rewrites).saved.timeline.peak_allocated_bytes
@@ -186,50 +173,21 @@ def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
     assert measurer.steady_peak(made, tmp_path) == predicted
 
 
-def test_a_trace_plans_with_its_loss_where_that_is_allowed(tmp_path: Path) -> None:
+def test_a_trace_of_model_and_loss_has_a_head() -> None:
     model, given, loss, optimizer = wide()
-    of = trace(model, given, loss=loss, optimizer=optimizer, profile=False)
-    assert load(save(of, tmp_path / "trace")) == of
-    whole = joined(of)
-    assert set(whole.ops.module[: whole.meta.forward_ops]) == {"", "words", "layer", "head"}
-    assert "head.weight" in whole.storages.name
-    exact = plan(of, "100%")
-    assert exact.meta == of.meta
+    with pytest.raises(Infeasible, match="or with --join-loss in a loss function"):
+        plan(trace(model, given, loss=loss, optimizer=optimizer, profile=False), "50%", allow="fp")
+    of = joined(model, given, loss, optimizer=optimizer, profile=False)
+    assert set(of.ops.module[: of.meta.forward_ops]) == {"", "model", "model.words", "model.layer", "model.head"}
+    assert "model.head.weight" in of.storages.name
     with pytest.raises(Infeasible, match="With --allow fp the lever tile lowers"):
         plan(of, "50%")
     tiled = plan(of, "50%", allow="fp")
-    assert tiled.meta.fingerprint == whole.meta.fingerprint
     assert [r.kind for r in tiled.rewrites] == ["tile"]
     assert tiled.predicted["plan"]["peak_allocated_bytes"] <= tiled.budget_bytes
     with pytest.raises(Infeasible, match="No plan can"):
         plan(of, "50%", allow="fp", levers=["bits"])
-    assert plan(of, "100%", allow="fp").meta == of.meta  # which needs no tiles
-    assert trace_of(tiled, "", "cpu", str(tmp_path / "trace")) == whole
-
-
-def test_copies_of_either_step_are_planned_at_the_rate_that_was_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(offload, "LEAST", 1)
-    model, given, loss, _ = wide()
-    of, draft = trace(model, given, loss=loss, profile=False), cast(Draft, None)
-    measured = replace(of, meta=replace(of.meta, rates={"host_bytes_per_s": 7 * 10**8}))
-    step = joined_with(measured, (draft, joined(of)))
-    for problem in (Problem(step), Problem(joined(step))):
-        assert {r.bytes_per_s for r in offload.offer(problem)} == {7 * 10**8}
-
-
-def test_levers_are_shown_of_the_step_that_their_plans_are_of() -> None:
-    model, given, loss, _ = wide()
-    of = trace(
-        model,
-        given,
-        loss=lambda out, y: loss(out, y) + 1e-4 * out.logsumexp(-1).square().mean(),
-        profile=False,
-    )
-    alone, whole = (Problem(t).saved.timeline.peak_allocated_bytes for t in (of, joined(of)))
-    rows = {row.lever: row.peak_allocated_bytes for row in study(Problem(of), "of").rows}
-    assert rows["recompute"] == alone > whole > rows["tile"]
+    assert plan(of, "100%", allow="fp").rewrites == ()
 
 
 def deep() -> tuple[Any, Any, Any, Any]:
@@ -248,27 +206,17 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
     measurer: Measurer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than tiles
-    spec = load_spec(DEEP, {})
+    spec = load_spec(DEEP, {"join_loss": True})
     of = record_real(spec, device_entry("cpu"), "cpu", ProfileUse(off=True), rounds=1, warmup=1)
     known = GradientErrors.load(gradient_errors(spec, of, ("int8",)).save(tmp_path / "errors.json"))
-    assert known.joined is not None
-    assert known.joined.fingerprint == joined(of).meta.graph_fingerprint
-    # The same values of the model are packed in both, beside what the loss hands to its own backward.
-    assert sum(p.error**2 for p in known.parts) == pytest.approx(
-        sum(p.error**2 for p in known.joined.parts), rel=1
-    )
     asked: Any = {"allow": "approximate", "errors": known, "max_gradient_error": 0.1, "never": ["*"]}
     made = plan(of, "30%", **asked)
-    assert made.meta.fingerprint == joined(of).meta.fingerprint
     assert {r.kind for r in made.rewrites} == {"tile", "int8"}
-    own = with_error(spec.joined, made)
+    own = with_error(spec, made)
     assert own.gradient_error is not None
     assert 0 < own.gradient_error < 0.1
-    assert verify(spec.joined, own, steps=2).equal
+    assert verify(spec, own, steps=2).equal
     assert measurer.steady_peak(own, tmp_path) == made.predicted["plan"]["peak_allocated_bytes"]
-    # Of a file that was measured of the model alone nothing is taken for the other step.
-    with pytest.raises(Infeasible):
-        plan(of, "30%", **asked | {"errors": replace(known, joined=None)})
 
 
 def test_fit_measures_the_error_of_a_plan_with_the_loss_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +224,8 @@ def test_fit_measures_the_error_of_a_plan_with_the_loss_in_tiles(monkeypatch: py
     model, batch, loss, make = deep()
     untouched = copy.deepcopy(model)
     planned = fit(
-        model, batch, loss, make(model.parameters()), budget="28%", allow="approximate", levers=["tile", "int8"],
-        max_gradient_error=0.1, say=lambda line: None,
+        model, batch, loss, make(model.parameters()), budget="28%", join_loss=True, allow="approximate",
+        levers=["tile", "int8"], max_gradient_error=0.1, say=lambda line: None,
     )  # fmt: skip
     made = planned._lowtide.compiler.plan
     assert "tile" in {r.kind for r in made.rewrites}
@@ -291,7 +239,9 @@ def test_fit_trains_with_the_loss_in_tiles() -> None:
     model, (x, y), loss, make = wide()
     eager, said = copy.deepcopy(model), []
     optimizers = [make(m.parameters()) for m in (model, eager)]
-    planned = fit(model, (x, y), loss, optimizers[0], budget="50%", allow="fp", say=said.append)
+    planned = fit(
+        model, (x, y), loss, optimizers[0], budget="50%", join_loss=True, allow="fp", say=said.append
+    )
     assert any("planned_loss(model, batch)" in line for line in said)
     for _ in range(3):
         for made in (planned_loss(planned, (x, y)), loss(eager(x), y)):
@@ -314,7 +264,7 @@ def test_fit_trains_with_the_loss_in_tiles() -> None:
 def test_the_model_itself_is_not_silently_trained_without_the_plan() -> None:
     model, given, loss, _ = wide()
     x, y = given
-    made = in_tiles(joined(trace(model, given, loss=loss)), 4)
+    made = in_tiles(joined(model, given, loss), 4)
     with pytest.raises(PlanError, match="model and loss function as one"):
         apply_plan(model, made)
     planned = apply_plan(copy.deepcopy(model), made, loss=loss)
@@ -340,7 +290,7 @@ def test_what_the_loss_depends_on_is_watched() -> None:
     def of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return loss(logits.flatten(0, 1), targets.flatten())
 
-    made = in_tiles(joined(trace(model, (x, y), loss=of_rows)), 4)
+    made = in_tiles(joined(model, (x, y), of_rows), 4)
     planned = apply_plan(copy.deepcopy(model), made, loss=of_rows)
     planned_loss(planned, (x, y))
     loss.ignore_index = int(y[0, 0])
@@ -359,7 +309,7 @@ def test_a_method_of_the_model_is_that_of_the_planned_one() -> None:
     model, (x, y), _, _ = wide()
     model.__class__ = Regularised
     eager = copy.deepcopy(model)
-    made = in_tiles(joined(trace(model, (x, y), loss=model.criterion)), 4)
+    made = in_tiles(joined(model, (x, y), model.criterion), 4)
     planned = apply_plan(model, made, loss=model.criterion)
     several = [planned_loss(planned, (x, targets)) for targets in (y, y.flip(0))]  # before one backward
     sum(several).backward()
@@ -380,7 +330,7 @@ class Whole(nn.Module):
 def test_copies_and_pickles_have_the_loss_and_what_has_none_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given, _, _ = wide()
     loss = Whole()
-    planned = apply_plan(model, in_tiles(joined(trace(model, given, loss=loss)), 4), loss=loss)
+    planned = apply_plan(model, in_tiles(joined(model, given, loss), 4), loss=loss)
     for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
         planned_loss(other, given).backward()
         assert other.receipt().planned_steps == 1

@@ -154,9 +154,9 @@ def test_auxiliary_classifiers_enter_the_loss_by_their_published_weight() -> Non
     outputs = namedtuple("outputs", "logits aux_logits2 aux_logits1")
     labels = torch.tensor([0])
     one = torch.zeros(1, 4)  # cross-entropy: log 4
-    total = classification_loss(labels, 0.3)(outputs(one, one, one))
+    total = classification_loss(0.3)(outputs(one, one, one), labels)
     assert total.item() == pytest.approx(1.6 * torch.log(torch.tensor(4.0)).item())
-    assert classification_loss(labels, 0.3)(outputs(one, None, None)).item() == pytest.approx(1.3862944)
+    assert classification_loss(0.3)(outputs(one, None, None), labels).item() == pytest.approx(1.3862944)
 
 
 def test_options_reach_the_model_and_the_optimizer() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -181,7 +180,7 @@ def test_fit_asks_for_less_error_of_the_parts_until_the_plans_own_is_small_enoug
     measured: list[float], asked: list[float], trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries, said = tries_of(measured, trace, monkeypatch)
-    plan = plan_measured(SimpleNamespace(trace=trace, build=None), wanted_error(0.05), said.append)
+    plan = plan_measured(None, trace, wanted_error(0.05), said.append)
     assert plan.gradient_error == measured[-1]
     assert tries == pytest.approx(asked)
     assert [f"off by {e:.1e}" in line for e, line in zip(measured, said, strict=False)] == [True] * (
@@ -194,7 +193,7 @@ def test_fit_refuses_after_three_plans_that_are_off_by_more(
 ) -> None:
     tries, said = tries_of([0.2, 0.08, 0.051, 0.01], trace, monkeypatch)
     with pytest.raises(BudgetError, match=r"more than 0\.05, at last by 5\.1e-02"):
-        plan_measured(SimpleNamespace(trace=trace, build=None), wanted_error(0.05), said.append)
+        plan_measured(None, trace, wanted_error(0.05), said.append)
     assert len(tries) == 3
 
 
@@ -209,7 +208,7 @@ def tries_of(
     tries: list[float | None] = []
     errors = iter(measured)
 
-    def plan_within(step: object, wanted: Wanted, known: object) -> Plan:
+    def plan_within(trace: object, wanted: Wanted, known: object) -> Plan:
         tries.append(wanted.max_gradient_error)
         return Plan(meta=trace.meta, exactness="approximate")
 

@@ -30,7 +30,6 @@ from tracer.api import trace, trace_shapes  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
 from tracer.measure.probes import cpu_loop  # noqa: E402
 from tracer.step.loop import run_step  # noqa: E402
-from tracer.step.loop_options import JOIN_LOSS  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import SpecError  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
@@ -196,7 +195,6 @@ def trained(
     predicted = {p.sizes["seq_len"]: p.peak_allocated_bytes for p in told.peaks}
     rng, given = random.Random(1), []
     # Made before anything is counted: what the batches take is added below.
-    options |= {k: v for k, v in plan.meta.options.items() if k == JOIN_LOSS}
     made = {n: load_spec(model, {**options, "seq_len": n})("cpu") for n in predicted}
     parts = {
         n: {"args": s.args, "kwargs": s.kwargs, "loss": s.loss, "loss_inputs": s.loss_inputs}
@@ -244,14 +242,21 @@ def outside(batch_size: int, seq_len: int) -> Any:
     return model, tuple(batch), of_words, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("loss", [inside, outside])
-def test_a_loss_head_runs_in_tiles_at_every_length(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("loss", "options"), [(inside, {}), (outside, {"join_loss": True})])
+def test_a_loss_head_runs_in_tiles_at_every_length(
+    loss: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Down to where the logits are small beside the weights; most are of one captured graph, and none is refused."""
     seen = captures(monkeypatch)
     given, peaks, predicted, budget = trained(
-        f"{__file__}:{loss.__name__}", "seq-len=2:98:12", 30, {"allow": "fp", "never": ["*"]}, batch_size=1
+        f"{__file__}:{loss.__name__}",
+        "seq-len=2:98:12",
+        30,
+        {"allow": "fp", "never": ["*"]},
+        batch_size=1,
+        **options,
     )
-    assert len(seen) <= 2 * (1 + (loss is outside))
+    assert len(seen) <= 2
     assert len(set(given)) == len(predicted) == 9
     assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []
     assert max(peaks) <= budget

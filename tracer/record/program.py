@@ -213,7 +213,7 @@ class _Run:
             elif category == INPUT:
                 name = f"argument {desc.idx}"
             else:
-                name = desc.target.removeprefix("model.")
+                name = desc.target
             if category == INPUT and self.first_of is not None:
                 x = self._apart(x)
                 first = self.first_of.get(desc.idx, desc.idx)

@@ -63,9 +63,6 @@ STRAIGHT: Final = (  # what they make is proportional to what they take
 )  # fmt: skip
 NO_SUM: Final = 0  # torch's number of the reduction
 WIDE: Final = 2  # a value is wide if its rows have at least one of so many parts of the widest's elements
-# Bytes of a model's output for which its loss is captured once more with it, and of what share of the largest value's.
-LEAST: Final = 1 << 14
-SHARE: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +183,6 @@ def found_in(program: Program) -> tuple[Found, ...]:
                 found.append(made)
                 taken.update(made.body)
     return tuple(found)
-
-
-def may_have_head(program: Program) -> bool:
-    """Return whether code around the model takes what a matrix product may have made, as large as heads are."""
-    least = max((row.nbytes for row in program.storages if row.producer >= 0), default=0) // SHARE
-    captured = program.captured
-    outputs = [captured.outputs[k] for k in captured.grad_outputs]
-    widest = max((elements(n) for n in outputs if n.meta["val"].nbytes >= max(LEAST, least)), default=0)
-    products = (elements(n) for n in captured.forward if packet(n) in PRODUCTS)
-    return bool(widest) and max(products, default=0) >= widest
 
 
 def _ways(of: fx.Node) -> Iterator[tuple[int, int]]:

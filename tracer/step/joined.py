@@ -11,6 +11,7 @@ from torch import nn
 
 from tracer.step.batch import WithTargets, loss_in_outputs
 from tracer.step.loop import TrainingStep, scalar
+from traces.errors import SpecError
 
 
 class WithLoss(nn.Module):
@@ -27,14 +28,13 @@ class WithLoss(nn.Module):
         return scalar(self.loss(self.model(*args, **kwargs), *loss_inputs), type(self.model).__name__)
 
 
-def can_be_joined(step: TrainingStep) -> bool:
-    """Return whether the loss is a function of what the model returns and of what of the batch it is called with."""
-    apart = step.own is None and step.loss is not loss_in_outputs
-    return apart and (isinstance(step.loss, WithTargets) or not step.loss_inputs)
-
-
 def joined(step: TrainingStep) -> TrainingStep:
-    """Return the same step of one module (`WithLoss`), whose arguments hold what the loss sees, too."""
+    """Return the same step of one module (`WithLoss`), whose arguments hold what the loss sees, too.
+
+    Raises SpecError if the model computes its loss itself.
+    """
+    if step.loss is loss_in_outputs:
+        raise SpecError(f"{step.name}: the model computes its loss itself, so leave --join-loss out.")
     function = step.loss.function if isinstance(step.loss, WithTargets) else step.loss
     return replace(
         step,

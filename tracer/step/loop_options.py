@@ -26,6 +26,7 @@ class Loop:
     accumulate: int = 1  # how often forward and backward run, on a batch each, before the optimizer's step
     # Each parameter is stepped in backward, and its gradient freed (`released`).
     release_gradients: bool = False
+    join_loss: bool = False  # model and loss function are captured as one module (`tracer.step.joined`)
 
     @property
     def gradients_stay(self) -> bool:
@@ -39,12 +40,7 @@ class Loop:
 
 ORDINARY: Final = Loop()
 LOOP_OPTIONS: Final = tuple(f.name for f in fields(Loop))
-JOIN_LOSS: Final = "join_loss"  # model and loss function are one module (`tracer.step.joined`)
-AROUND_OPTIONS: Final = (
-    *POLICY_OPTIONS,
-    *LOOP_OPTIONS,
-    JOIN_LOSS,
-)  # what is applied around whatever builds a step
+AROUND_OPTIONS: Final = (*POLICY_OPTIONS, *LOOP_OPTIONS)  # what is applied around whatever builds a step
 
 
 def parse_around(given: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +55,7 @@ def parse_around(given: dict[str, Any]) -> dict[str, Any]:
         raise SpecError(f"--accumulate {count!r} must be a whole number of at least 1.")
     if loop.get("release_gradients"):
         _check_release(loop_of(loop))
-    join = {JOIN_LOSS: True} if given.get(JOIN_LOSS) else {}
-    return parse_policy(given) | loop | join
+    return parse_policy(given) | loop
 
 
 def _check_release(loop: Loop) -> None:

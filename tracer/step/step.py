@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from tracer.precision.policy import FLOAT16, Autocast, set_tf32
-from tracer.step.loop_options import JOIN_LOSS, loop_of, parse_around
+from tracer.step.loop_options import loop_of, parse_around
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND, is_build_function
 
@@ -41,12 +41,6 @@ class BuildStep:
             raise SpecError(
                 f"seed {self.seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}."
             )
-
-    @property
-    def joined(self) -> BuildStep:
-        """That of the same step with model and loss function in one module."""
-        join = {JOIN_LOSS: True}
-        return replace(self, options={**self.options, **join}, policy={**self.policy, **join})
 
     def __call__(self, device: str = "cpu", *, optimizer_as_on: str = "") -> TrainingStep:
         """Build the step on `device`, from the same seed every time.
@@ -147,7 +141,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     loop = loop_of(policy)
     if loop.release_gradients:
         check_release(step.name, step.optimizer, scaler)
-    if policy.get(JOIN_LOSS):
+    if loop.join_loss:
         step = joined(step)
     return replace(
         step,

@@ -38,7 +38,6 @@ class GradientErrors(JsonRecord):
     model: str
     device: str
     parts: tuple[Part, ...]
-    joined: GradientErrors | None = None  # of the step of model and loss function as one, if the trace has it
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ from traces.records.validate import validate
 OPS_FILE: Final = "ops.parquet"
 STORAGES_FILE: Final = "storages.parquet"
 UNTOUCHED_FILE: Final = "untouched.parquet"  # only of a trace that has it
-JOINED: Final = "joined_"  # before the names of the files of a trace's `joined`, if it has one
 GALLERY: Final = Path(__file__).parents[1] / "gallery"
 
 COLUMN_KINDS: Final = {"Texts": TEXT, "Numbers": INT, "Ids": ID, "NumberLists": INTS, "IdLists": IDS}
@@ -43,25 +42,18 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     check_place(directory, force=force)
     place = Path(os.path.realpath(directory))  # a link stays, and leads to the new trace
     with directory_beside(place) as temporary:
-        _write(temporary, "", trace)
-        if trace.joined is not None:
-            _write(temporary, JOINED, trace.joined)
+        header = trace.meta.to_json()
+        for file, table, columns in (
+            (OPS_FILE, trace.ops, OPS_COLUMNS),
+            (STORAGES_FILE, trace.storages, STORAGES_COLUMNS),
+            (UNTOUCHED_FILE, trace.untouched, UNTOUCHED_COLUMNS),
+        ):
+            if table != Untouched():
+                values = {c: getattr(table, c) for c in columns}
+                tables.write(temporary / file, columns, header, values)
         temporary.chmod(0o777 & ~umask())
         _put(temporary, place)
     return directory
-
-
-def _write(directory: Path, prefix: str, trace: Trace) -> None:
-    header = trace.meta.to_json()
-    for file, table, columns in (
-        (OPS_FILE, trace.ops, OPS_COLUMNS),
-        (STORAGES_FILE, trace.storages, STORAGES_COLUMNS),
-        (UNTOUCHED_FILE, trace.untouched, UNTOUCHED_COLUMNS),
-    ):
-        if table == Untouched():
-            continue
-        values = {c: getattr(table, c) for c in columns}
-        tables.write(directory / f"{prefix}{file}", columns, header, values)
 
 
 def check_place(directory: str | Path, *, force: bool = False) -> None:
@@ -76,7 +68,7 @@ def check_place(directory: str | Path, *, force: bool = False) -> None:
     there: set[str] = set()
     with contextlib.suppress(FileNotFoundError):
         there = {p.name for p in directory.iterdir()} if not directory.is_file() else {""}
-    if not {name.removeprefix(JOINED) for name in there} <= {OPS_FILE, STORAGES_FILE, UNTOUCHED_FILE}:
+    if not there <= {OPS_FILE, STORAGES_FILE, UNTOUCHED_FILE}:
         raise TraceError(f"{directory}: exists and is not a trace; name another output with -o.")
     if there and not force:
         raise TraceError(f"{directory}: exists; give --force to replace it, or name another output with -o.")
@@ -125,17 +117,11 @@ def load(directory: str | Path) -> Trace:
     itself.
     """
     directory = find(directory)
-    trace = _load(directory, "")
-    has = any(directory.glob(f"{JOINED}*"))
-    return replace(trace, joined=_load(directory, JOINED)) if has else trace
-
-
-def _load(directory: Path, prefix: str) -> Trace:
-    meta, ops = _load_table(directory / f"{prefix}{OPS_FILE}", OPS_COLUMNS)
-    other, storages = _load_table(directory / f"{prefix}{STORAGES_FILE}", STORAGES_COLUMNS)
+    meta, ops = _load_table(directory / OPS_FILE, OPS_COLUMNS)
+    other, storages = _load_table(directory / STORAGES_FILE, STORAGES_COLUMNS)
     third: dict[str, Any] = {}
-    if (directory / f"{prefix}{UNTOUCHED_FILE}").is_file():
-        third_meta, third = _load_table(directory / f"{prefix}{UNTOUCHED_FILE}", UNTOUCHED_COLUMNS)
+    if (directory / UNTOUCHED_FILE).is_file():
+        third_meta, third = _load_table(directory / UNTOUCHED_FILE, UNTOUCHED_COLUMNS)
         other = other if third_meta == meta else third_meta
     if meta != other:
         raise TraceError(f"{directory}: its files belong to different traces.")

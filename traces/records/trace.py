@@ -211,8 +211,6 @@ class Trace:
     ops: Ops
     storages: Storages
     untouched: Untouched = Untouched()  # empty: not recorded, or of a CPU
-    # The same step with model and loss function captured as one, if so a loss head is found that can run in tiles.
-    joined: Trace | None = None
 
     @property
     def resident_bytes(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tracer.step.batch import WithTargets
 from tracer.step.context import made_on, outside_fake_mode
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import make_optimizer
@@ -67,7 +68,7 @@ def classifier_step(
         model=model,
         args=(images,),
         kwargs={},
-        loss=classification_loss(labels, AUXILIARY_WEIGHT.get(name, 0.0)),
+        loss=WithTargets(classification_loss(AUXILIARY_WEIGHT.get(name, 0.0)), (labels,)),
         loss_inputs=(labels,),
         optimizer=make_optimizer(options["optimizer"], model.parameters(), options.get("optimizer_impl")),
         batch_size=batch,
@@ -101,10 +102,10 @@ def _regnet_widths_computed() -> Iterator[None]:
         yield
 
 
-def classification_loss(labels: torch.Tensor, auxiliary_weight: float) -> Callable[[Any], torch.Tensor]:
+def classification_loss(auxiliary_weight: float) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     """Cross-entropy of the logits, plus that of the auxiliary classifiers by their weight, if there are any."""
 
-    def loss(outputs: Any) -> torch.Tensor:
+    def loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
         if isinstance(outputs, torch.Tensor):
             return functional.cross_entropy(outputs, labels)
         # GoogLeNet and Inception return a named tuple in training: the logits and those of the auxiliaries.
