@@ -17,7 +17,7 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, program, recorded, step_of  # noqa: E402
 from tracer.capture.capture import Capturing  # noqa: E402
 from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
-from tracer.record.eager import Scalars  # noqa: E402
+from tracer.record.eager import EagerRecorder  # noqa: E402
 from tracer.record.program import Program, is_random  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
@@ -329,9 +329,9 @@ def test_an_optimizer_is_told_the_numbers_that_it_keeps(
 ) -> None:
     # NAdam divides by 1 - mu_product, which starts at 1 and is multiplied by mu(k) = 0.9 (1 - 0.5 * 0.96 ** (k / 250)).
     answers: list[Any] = []
-    value = Scalars.value
+    value = EagerRecorder._answer
 
-    def watched(self: Scalars, x: torch.Tensor) -> Any:
+    def watched(self: EagerRecorder, x: torch.Tensor) -> Any:
         answers.append(value(self, x))
         return answers[-1]
 
@@ -339,7 +339,7 @@ def test_an_optimizer_is_told_the_numbers_that_it_keeps(
         model = nn.Linear(4, 4)
         return model, torch.randn(2, 4), lambda y: y.sum(), torch.optim.NAdam(model.parameters(), **kind)
 
-    monkeypatch.setattr(Scalars, "value", watched)
+    monkeypatch.setattr(EagerRecorder, "_answer", watched)
     recorded(build_of(make))
     mu = [0.9 * (1 - 0.5 * 0.96 ** (k * 0.004)) for k in (1, 2)]
     # The recorded step is the second: its number, and the product of both.

@@ -30,7 +30,6 @@ from tracer.torch_api import (
     TorchDispatchMode,
     current_autograd_node,
     disable_current_modes,
-    pytree,
     release,
     replaced,
     storage_expired,
@@ -72,12 +71,10 @@ class EagerRecorder(TorchDispatchMode):
     """A dispatch mode that notes a row for each op, with op ids of its own, and appends new storages to `storages`.
 
     Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, the
-    optimizer's questions for a scalar's value (`.item()`) are answered with the value where it follows from nothing
-    but numbers (its step counter), else with 1 (a norm of gradients). A gradient scaler's question whether a gradient
+    optimizer's questions for a scalar's value (`.item()`) are answered with the value where it follows from nothing but
+    numbers (its step counter), else with 1 (a norm of gradients). A gradient scaler's question whether a gradient
     overflowed is answered with 0: the step is taken.
     """
-
-    checks_loss = True  # that it reads no parameter that the step does not have
 
     def __init__(self, storages: list[StorageRow], device: str = "cpu") -> None:
         super().__init__()
@@ -91,7 +88,6 @@ class EagerRecorder(TorchDispatchMode):
         self._watched: Counter[int] = Counter()
         # Storages that the step did not make: while a weak reference lives, no other storage gets the address of one.
         self._there: dict[int, StorageWeakRef] = {}
-        self._scalars = Scalars()
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
         self._maker: dict[int, int] = {}  # storage -> the node of autograd that was running
         self._paused = self._on = False
@@ -104,10 +100,6 @@ class EagerRecorder(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """Ops from here on belong to `phase`."""
         self.phase = phase
-
-    def is_true(self) -> bool:
-        """Return whether the value that is being asked for is known to be true."""
-        return False
 
     @property
     def active(self) -> bool:
@@ -180,17 +172,10 @@ class EagerRecorder(TorchDispatchMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks it of every gradient
         kwargs = kwargs or {}
-        asked = func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
         # The loss code is not answered: it would branch on a made-up value.
-        if asked and self.phase == OPTIMIZER:
-            if storage_key(args[0]) in self._found_inf:
-                return 0.0
-            if (value := self._scalars.value(args[0])) is not None:
-                return value
-            return 1.0 if args[0].is_floating_point() else 1
-        if asked and self.is_true():
-            return True
-        if self.phase == FORWARD and self.checks_loss:
+        if func is aten._local_scalar_dense.default and self.phase == OPTIMIZER:
+            return self._answer(args[0])
+        if self.phase == FORWARD:
             _refuse_strangers(args, kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._found_inf = {storage_key(args[1])}
@@ -213,9 +198,25 @@ class EagerRecorder(TorchDispatchMode):
             if alone and caller(2, "torch._").f_code.co_name == "_engine_run_backward":
                 func, args = in_place(func, args)
                 return func(*args)
-        if self.phase != OPTIMIZER:
+        given = list(tensors_in((args, kwargs)))
+        if self.phase != OPTIMIZER or any(isinstance(x, FakeTensor) for x in given):
             return func(*args, **kwargs)
-        return self._scalars.run(func, args, kwargs)
+        # Numbers that come of nothing else are real, so that the optimizer can be told them; a new one is tried first.
+        out = None if given else func(*args, **kwargs)
+        if not all(x.dim() == 0 and x.device.type == "cpu" for x in given or tensors_in(out)):
+            return func(*args, **kwargs) if given else out
+        with disable_current_modes():
+            return func(*args, **kwargs)
+
+    def _answer(self, x: torch.Tensor) -> Any:
+        """Return what the optimizer is told of a number."""
+        known = x.constant if isinstance(x, FakeTensor) else x
+        if storage_key(x) in self._found_inf:
+            return 0.0
+        if known is None:
+            return 1.0 if x.is_floating_point() else 1
+        with disable_current_modes():
+            return known.item()
 
     def _node(self) -> int:
         """The number of the node of autograd that runs, or has just run, in backward."""
@@ -296,67 +297,6 @@ def is_op(func: Any) -> bool:
 def given_to(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors that an op is given; of `lift_fresh` none: what `torch.tensor(...)` gives it is its own output."""
     return iter(()) if func is aten.lift_fresh.default else tensors_in((args, kwargs))
-
-
-class Scalars:
-    """The known values of fake tensors that are single numbers on the CPU with a storage of their own.
-
-    An optimizer asks tensors on the CPU for its step counter, NAdam for the product of its momenta too. They start from
-    numbers that are known, and what becomes of them depends on nothing else; so each op on them runs once more, on real
-    tensors.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
-
-    def value(self, x: torch.Tensor) -> Any:
-        """The number in a tensor; None if it is not known."""
-        known = self._known(x)
-        with disable_current_modes():
-            return None if known is None else known.item()
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an op, and follow what it does to single numbers."""
-        given = list(tensors_in((args, kwargs)))
-        values = {id(x): self._known(x) for x in given}
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        follow = func.namespace == "aten" and not random and all(v is not None for v in values.values())
-        if not follow and not self._values:
-            return func(*args, **kwargs)
-        copies: dict[int, torch.Tensor] = {}
-        if follow:
-            with disable_current_modes():
-                copies = {k: v.clone() for k, v in values.items() if v is not None}
-        out = func(*args, **kwargs)
-        made = list(tensors_in(out))
-        changed = list(tensors_in(overwritten(func, args, kwargs)))
-        for x in changed:
-            self._values.pop(storage_key(x), None)
-        if not follow or not all(_single(x) for x in (*given, *made)):
-            return out
-        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: copies[id(x)], (args, kwargs))
-        with disable_current_modes():
-            real = list(tensors_in(func(*real_args, **real_kwargs)))
-        for x, value in (*zip(made, real, strict=True), *((x, copies[id(x)]) for x in changed)):
-            if isinstance(x, FakeTensor):
-                self._values[storage_key(x)] = (StorageWeakRef(x.untyped_storage()), value)
-        return out
-
-    def _known(self, x: torch.Tensor) -> torch.Tensor | None:
-        if not _single(x):
-            return None
-        if not isinstance(x, FakeTensor):
-            return x
-        ref, value = self._values.get(storage_key(x), (None, None))
-        if ref is not None and not ref.expired():
-            return value
-        return x.constant  # what torch itself still knows of torch.tensor(0.0), until an op writes into it
-
-
-def _single(x: torch.Tensor) -> bool:
-    """Return whether a tensor is one number on the CPU, and all that is in its storage."""
-    here = x.dim() == 0 and x.device.type == "cpu" and x.layout == torch.strided
-    return here and x.untyped_storage().nbytes() == x.element_size()
 
 
 def _alone(x: torch.Tensor, uses: int) -> bool:
