@@ -55,18 +55,9 @@ def fitted(graph: Graph, plan: Plan, sketch: Callable[[Program], dict[str, Any]]
 
 
 def left_out(plan: Plan, could: Sequence[Could]) -> list[frozenset[int]]:
-    """The outputs that a plan's loss may not differentiate, the likeliest first; `could`: those that it could."""
-    wanted = plan.meta.grad_outputs
-    kept = [
-        [x for x in could if x.scalar] if len(wanted) == 1 else [],
-        [x for x in could if x.number in wanted],
-        list(could),
-        [x for k, x in enumerate(could) if k in wanted],
-        *([x] for x in could),
-    ]
-    places = [frozenset(x.place for x in could if x not in some) for some in kept]
-    as_many = [p for p, some in zip(places, kept, strict=True) if len(some) == len(wanted)]
-    return list(dict.fromkeys([*as_many, frozenset[int]()]))
+    """The outputs that a plan's loss does not differentiate, or none of them; `could`: those that it could."""
+    places = frozenset(x.place for x in could if x.number not in plan.meta.grad_outputs)
+    return [places, frozenset()] if places and len(places) < len(could) else [frozenset()]
 
 
 def planned_elements(plan: Plan) -> int:

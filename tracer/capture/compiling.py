@@ -111,15 +111,13 @@ class Could:
 
     place: int  # among all outputs
     number: int  # among those that are tensors
-    scalar: bool
 
 
 def differentiable(module: fx.GraphModule) -> list[Could]:
     """The outputs of dynamo's graph that a loss could differentiate."""
     vals = output_values(module)
     tensors = [k for k, x in enumerate(vals) if isinstance(x, torch.Tensor)]
-    found = ((n, k, vals[k]) for n, k in enumerate(tensors))
-    return [Could(k, n, x.ndim == 0) for n, k, x in found if x.requires_grad]
+    return [Could(k, n) for n, k in enumerate(tensors) if vals[k].requires_grad]
 
 
 def output_values(module: fx.GraphModule) -> list[Any]:
