@@ -14,8 +14,6 @@ ABSENT: Final = " (rehearsed)"  # ends the name of a GPU that is not there
 NAME: Final = "LOWTIDE_NULL_NAME"  # the variable from which the null driver has that name
 # The allocator reads the name of CUDA itself first (`CUDAAllocatorConfig::instance`), and some versions know no other.
 ALLOC_CONF: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
 PACKAGES: Final = ("traces", "simulator", "tracer", "executor")  # Lowtide's own
 
 

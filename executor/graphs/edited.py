@@ -50,7 +50,7 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     made = program_of(_Building(program, editing, found).captured(), program.shares)
     if made.fingerprint() != editing.trace().meta.graph_fingerprint:
         raise PlanError("the rewritten step is not the one that was simulated; please report this.")
-    return replace(made, before=program)
+    return made
 
 
 class _Building:

@@ -88,17 +88,11 @@ class Program:
     gradient_storages: tuple[int, ...]  # of parameters and arguments
     shares: tuple[tuple[int, ...], ...]  # numbers of tensor arguments that share a storage
     known: Known | None = None  # of a graph for many sizes, those that these are at
-    before: Program | None = None  # the program that a plan's rewrites made this one of
 
     def val(self, n: fx.Node) -> torch.Tensor:
         """The fake tensor that stands for a node's value."""
         val: torch.Tensor = n.meta["val"]
         return val if self.known is None else at(val, self.known)
-
-    @property
-    def as_captured(self) -> Program:
-        """The program before any rewrite."""
-        return self.before or self
 
     def trace(self, costs: Sequence[Cost] = (), *, model: str = "program", **header: Any) -> Trace:
         """The program alone as a trace: tangents are inputs, and there is no loss code and no optimizer."""

@@ -28,11 +28,6 @@ class Loop:
     release_gradients: bool = False
     join_loss: bool = False  # model and loss function are captured as one module (`tracer.step.joined`)
 
-    @property
-    def gradients_stay(self) -> bool:
-        """From one iteration to the next."""
-        return self.zero_grad in (KEEP, NONE)
-
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
         return ", ".join(f"{name} {value}" for name, value in given)
