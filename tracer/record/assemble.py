@@ -8,7 +8,8 @@ that are there by then, of earlier calls or iterations, exist throughout the ste
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +24,13 @@ from tracer.record.checks import checked
 from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
-from tracer.record.rows import overwritten, storage_key, tensors_in
+from tracer.record.rows import storage_key
 from tracer.record.tiles import found_in
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.step.release import check_alone, hand, hands_over
 from tracer.step.user_errors import explained
-from tracer.torch_api import FakeTensorMode, TorchDispatchMode, execution_engine, pytree, release
+from tracer.torch_api import FakeTensorMode, execution_engine, pytree, release
 from traces.devices import Device
 from traces.errors import CaptureError
 from traces.records.stretch import ROWS, Stretch
@@ -53,10 +54,10 @@ def assemble(
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
     Raises CaptureError if the loss code or the optimizer fails, or looks at the data of a tensor.
     """
-    storages = [replace(s) for s in program.storages]
     parameters = dict(step.model.named_parameters())
-    recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
-    stub = _Stub(program, recorder, parameters, step.model)
+    kind = next(iter(parameters.values())).device.type
+    first, recorder = (EagerRecorder([replace(s) for s in program.storages], kind) for _ in range(2))
+    before, stub = (_Stub(program, r, parameters, step.model) for r in (first, recorder))
     gradients: set[int] = set()
 
     def begin(phase: str) -> None:
@@ -69,15 +70,12 @@ def assemble(
         recorder.begin(phase)
 
     with mode, explained(step.name), checked():
-        first_update = _FirstUpdate(step)
-        with recorder, recorder.paused(), first_update:
-            run_step(step, stub, step.optimizer, recorder.begin)
-        calls, stub.calls = stub.calls, 0
+        _know_residents(step, program, first)
+        there = {storage_key(x) for x in optimizer_tensors(step.optimizer)}
+        with first:
+            run_step(step, before, step.optimizer, first.begin)
         _know_residents(step, program, recorder)
-        turns = first_update.turns()
-        state = optimizer_tensors(step.optimizer) if turns else []
-        turn_of = {recorder.known(x): turn for x, turn in zip(state, turns, strict=True)}
-        there = tuple(s for s, turn in turn_of.items() if turn < 0 and recorder.storages[s].nbytes)
+        turn_of = _turns(step, first, recorder, there)
         with recorder, contextlib.ExitStack() as until_last:
             until_last.enter_context(recorder.paused())
 
@@ -85,12 +83,12 @@ def assemble(
                 _know_what_is_given(step, program, recorder, given)
                 until_last.close()
 
-            stub.told = {calls: last_call}
+            stub.told = {before.calls: last_call}
             run_step(step, stub, step.optimizer, begin)
             recorder.look()
-    meta = replace(meta, moved=(*meta.moved, *there))
-    draft = _arrange(step, mode, program, recorder, stub, gradients, turn_of, target, meta, costs)
-    return replace(draft, state_turns=turns)
+    from_the_start = (s for s, turn in turn_of.items() if turn < 0 and recorder.storages[s].nbytes)
+    meta = replace(meta, moved=(*meta.moved, *from_the_start))
+    return _arrange(step, mode, program, recorder, stub, gradients, turn_of, target, meta, costs)
 
 
 def _arguments(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -133,40 +131,20 @@ def _know_what_is_given(
             recorder.id_of(p.grad, recorder.row(p.grad, f"gradient of {name}", GRADIENT))
 
 
-class _FirstUpdate(TorchDispatchMode):
-    """Notes when an optimizer makes its state in its first step: all of it before it first writes into a parameter, as
-    torch's own do for a group of parameters, or some of it after a number of such writes."""
-
-    def __init__(self, step: TrainingStep) -> None:
-        super().__init__()
-        self._held = -1
-        self._writes = 0
-        self._made: dict[int, int] = {}  # storage -> how many writes had been before it was made
-        self._optimizer = step.optimizer
-        self._there = {storage_key(x) for x in optimizer_tensors(step.optimizer)}
-        self._parameters = {storage_key(p) for p in _parameters(step).values()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = overwritten(func, args, kwargs or {})
-        if any(storage_key(x) in self._parameters for x in tensors_in(written)):
-            if not self._writes:
-                self._held = len(optimizer_tensors(self._optimizer))
-            self._writes += 1
-        out = func(*args, **(kwargs or {}))
-        there = {storage_key(x) for x in tensors_in((args, kwargs))}
-        self._made |= dict.fromkeys({storage_key(x) for x in tensors_in(out)} - there, self._writes)
-        return out
-
-    def turns(self) -> tuple[int, ...]:
-        """Return after how many writes each tensor of the state was made: those of one number come together, and those
-        of -1 were there before the step (Adagrad makes them with itself). Empty if all came before the first write, or
-        nothing was written.
-        """
-        tensors = optimizer_tensors(self._optimizer)
-        if not self._there and not 0 <= self._held < len(tensors):
-            return ()
-        keys = map(storage_key, tensors)
-        return tuple(-1 if key in self._there else self._made.get(key, 0) for key in keys)
+def _turns(
+    step: TrainingStep, first: EagerRecorder, recorder: EagerRecorder, there: Collection[int]
+) -> dict[int, int]:
+    """By storage of the optimizer's state: after how many writes into parameters its first step made it. Those of one
+    number come together; those of -1 were `there` before the step (Adagrad makes them with itself). Empty if all came
+    before the first write, as in torch's own for a group of parameters, or nothing was written.
+    """
+    parameters = {first.known(p) for p in _parameters(step).values()}
+    writes = [i for i, row in enumerate(first.rows) if not parameters.isdisjoint(row.writes)]
+    turns = {
+        recorder.known(x): -1 if storage_key(x) in there else bisect(writes, first.producer(x))
+        for x in optimizer_tensors(step.optimizer)
+    }
+    return turns if any(turns.values()) else {}
 
 
 def _put_off(storages: list[StorageRow], rows: Sequence[OpRow], turns: Mapping[int, int]) -> None:

@@ -35,9 +35,6 @@ class Draft:
     mode: FakeTensorMode  # of those
     target: Device
     costs: Costs
-    # By tensor of the optimizer's state: those of one number come together in the first iteration (-1: they were there
-    # before it); empty: all do.
-    state_turns: tuple[int, ...] = ()
 
     @cached_property
     def created_bytes(self) -> tuple[int, ...]:
