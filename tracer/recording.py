@@ -9,12 +9,11 @@ from typing import Literal
 
 from tracer.costs.cost import APPROXIMATE, MEASURED, NONE, Costs
 from tracer.costs.cost import REHEARSED as BY_REHEARSAL
-from tracer.costs.profiles import find, identity_here, identity_wanted
+from tracer.costs.profiles import Found, find, identity_here, identity_wanted
 from tracer.measure.host_copies import host_bytes_per_s
 from tracer.measure.step import measure
 from tracer.measure.untouched import untouched_loop
 from tracer.precision.policy import set_tf32
-from tracer.record.draft import Draft
 from tracer.record.one_graph import OneGraph
 from tracer.record.program import Program
 from tracer.record.step import trace_step
@@ -68,9 +67,7 @@ def record_fake(
     Raises:
         TraceError: the profile that was named is none, or is of another device.
     """
-    found = None if use.off else find(identity_wanted(target, build.policy.get("tf32")), use.path)
-    if found is not None and found.warning:
-        say(f"warning: {found.warning}")
+    found = _known(target, build, use, say)
     profile = found.profile if found is not None else None
     draft = trace_step(build, target, device=device, costs=Costs(profile=profile), program=program)
     kept = profile.workspaces if profile is not None else ()
@@ -108,17 +105,12 @@ def record_real(
     *,
     rounds: int = 5,
     warmup: int = 2,
-    fake: Draft | None = None,
 ) -> Trace:
     """A trace measured on this machine; what was measured is added to the device's profile.
 
     On a GPU that is not there (a rehearsal) the allocations are torch's own, the times those of the device's profile or
-    else the roofline's, and no profile learns of them.
-
-    Args:
-        fake: of a CPU, the same step on fake tensors, if it is recorded already. For the others see `measure`.
-
-    Of a loop that frees gradients in backward, the ops are measured in one that ends in a step.
+    else the roofline's, and no profile learns of them. Of a loop that frees gradients in backward, the ops are measured
+    in one that ends in a step. For the arguments see `measure`.
 
     Raises:
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
@@ -131,11 +123,10 @@ def record_real(
     path = None if use.off or rehearsed else _own_file(use, identity, say)
     target = device_entry(identity.target) if identity.target else target
     known = _known(target, build, use, say) if rehearsed else None
+    profile = known.profile if known is not None else None
     releases = bool(build.policy.get("release_gradients"))
     ending = replace(build, policy={**build.policy, "release_gradients": False}) if releases else build
-    if device != "cpu" or fake is None or releases:
-        fake = trace_step(ending, target, device=device, costs=Costs(profile=known))
-    draft = fake
+    draft = trace_step(ending, target, device=device, costs=Costs(profile=profile))
     say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {identity.device} ...")
     measured = measure(draft, ending, device, rounds=rounds, warmup=warmup, say=say)
     own = measured.profile(identity, rounds)
@@ -151,12 +142,12 @@ def record_real(
     return trace
 
 
-def _known(target: Device, build: BuildStep, use: ProfileUse, say: Say) -> DeviceProfile | None:
+def _known(target: Device, build: BuildStep, use: ProfileUse, say: Say) -> Found | None:
     """Return what was measured on that device before."""
     found = None if use.off else find(identity_wanted(target, build.policy.get("tf32")), use.path)
     if found is not None and found.warning:
         say(f"warning: {found.warning}")
-    return found.profile if found is not None else None
+    return found
 
 
 def _own_file(use: ProfileUse, identity: Identity, say: Say) -> Path | None:
