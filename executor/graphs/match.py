@@ -86,13 +86,13 @@ def _by_plan(program: Program, plan: Plan) -> Fitted:
     )
 
 
-def model_bytes(program: Program, actions: Sequence[Action] = ()) -> int:
+def model_bytes(program: Program) -> int:
     """The peak of a model's forward and backward.
 
     Counts: parameters, buffers, arguments, and what ops make. Ignores: what ops allocate inside, the loss code and the
     optimizer.
     """
-    return replay(Problem(program.trace()), actions).timeline.peak_allocated_bytes
+    return replay(Problem(program.trace()), ()).timeline.peak_allocated_bytes
 
 
 def _fits(program: Program, meta: TraceMeta) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -103,14 +103,11 @@ def plan_within(trace: Trace, wanted: Wanted, errors: GradientErrors | None = No
     )
 
 
-def loss_of(outputs: Any, grad_outputs: Sequence[int] = ()) -> torch.Tensor:
-    """The loss that the module computes, if it does; else a sum that differentiates its tensor outputs of these
-    numbers, or all, as the loss code around it may."""
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that the module computes, if it does; else a sum that differentiates all its tensor outputs."""
     with suppress(SpecError):
         return cast(torch.Tensor, loss_in_outputs(outputs))
-    tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-    could = {k: x for k, x in enumerate(tensors) if x.requires_grad}
-    chosen = [could[k] for k in grad_outputs if k in could] or list(could.values())
+    chosen = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
     if not chosen:
         raise SpecError("the model returns no loss, and no output of it requires a gradient.")
     return reduce(operator.add, ((x.abs() if x.is_complex() else x).float().mean() for x in chosen))

@@ -144,12 +144,11 @@ def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Dra
 
 
 @contextlib.contextmanager
-def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+def fake_mode() -> Iterator[FakeTensorMode]:
     """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers), and
-    in which gradients are clipped as lists, as real ones are on a CPU and on a GPU. `again`: the mode of an earlier
-    call, to go on with its tensors.
+    in which gradients are clipped as lists, as real ones are on a CPU and on a GPU.
     """
-    mode: Any = again or FakeTensorMode(allow_non_fake_inputs=True)
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode
     clips = torch.nn.utils.clip_grad
     lists = replaced(clips, _has_foreach_support=lambda tensors, device: True)
