@@ -1023,6 +1023,20 @@ def hooks_on_output_and_parameters(m: Any) -> Any:
 # A loss over some of the outputs
 
 
+class Checks(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x > -100)
+        return super().forward(x).sigmoid()
+
+
+@row(net=partial(Checks, 8, 8))
+def values_that_a_library_checks(m: Any) -> Any:
+    losses = steps(m)
+    with pytest.raises(RuntimeError):
+        m(batch() - 1000)
+    return losses, step(m)
+
+
 class Heads(nn.Module):
     """The second head's gradient is NaN where a zero comes back into it."""
 

@@ -39,6 +39,7 @@ REPLACED = {
         "outputs inputs grad_outputs retain_graph create_graph "
         "only_inputs allow_unused is_grads_batched materialize_grads"
     ),
+    "torch._check_tensor_all": "cond message",
     "torch.clear_autocast_cache": "?",
     "torch.linspace": "?",
     "torch.nn.Module._apply": "self fn recurse",

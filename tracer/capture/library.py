@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from tracer.capture.torch_fixes.dropout import idle_dropout
@@ -37,7 +38,7 @@ def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
     Args:
         kwargs: of the call; positions among them are the user's, and may be of packed sequences.
     """
-    both = [_results, _positions] if "position_ids" not in kwargs else [_results]
+    both = [_results, _checks] + [_positions] * ("position_ids" not in kwargs)
     with contextlib.ExitStack() as stack:
         for shared in both:
             stack.enter_context(shared.body())
@@ -45,18 +46,32 @@ def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def record_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Let a model of transformers record the outputs that a call asks for: the hooks for that it would put there itself
-    in its first call, under a lock, which dynamo cannot capture."""
+    """Let a model of transformers record the outputs that a call asks for, or one of its models of another: the hooks
+    for that it would put there itself in its first call, under a lock, which dynamo cannot capture."""
     recording: Any = sys.modules.get("transformers.utils.output_capturing")
     if recording is None:
         return
     from transformers import PreTrainedModel
 
     for m in model.modules():
-        if isinstance(m, PreTrainedModel) and any(
-            kwargs.get(x, getattr(m.config, x, False)) for x in OUTPUTS
-        ):
-            recording.maybe_install_capturing_hooks(m)
+        if isinstance(m, PreTrainedModel):
+            asked = [kwargs.get(name, getattr(m.config, name, False)) for name in OUTPUTS]
+            if any(asked) or m.config.sub_configs:
+                recording.maybe_install_capturing_hooks(m)
+
+
+@contextlib.contextmanager
+def _checks_as_ops() -> Iterator[None]:
+    """What a library has torch check of a tensor's values, as that its images have as many tokens as features, is an op
+    of the graph, and no number that Python reads."""
+
+    def check(cond: torch.Tensor, message: Any = None) -> None:
+        torch.ops.aten._assert_async.msg(
+            torch.ops.aten._is_all_true.default(cond), "a check of the model failed"
+        )
+
+    with replaced(torch, _check_tensor_all=check):
+        yield
 
 
 class _Shared:
@@ -92,4 +107,5 @@ def _unpacked_sequences() -> Iterator[None]:
 
 
 _results: Final = _Shared(true_results)
+_checks: Final = _Shared(_checks_as_ops)
 _positions: Final = _Shared(_unpacked_sequences)
