@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from traces.records.store import validate
 from traces.records.trace import (
     ACTIVATION,
     BACKWARD,
@@ -17,7 +18,6 @@ from traces.records.trace import (
     TraceMeta,
     fingerprint,
 )
-from traces.records.validate import validate
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from executor.training.planning import Wanted, plan_within
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
 from simulator.levers.lever import parts
-from simulator.prediction.choose import ANY
+from simulator.prediction.levers import ANY
 from tracer.api import left_as_found
 from tracer.step.loop import run_step
 from tracer.step.loop_options import BEFORE

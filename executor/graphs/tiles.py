@@ -11,8 +11,7 @@ from torch import fx
 
 from tracer.record.tiles import SIZES, Axis, Call, Found, packet
 from tracer.torch_api import FakeTensor
-from traces.records.stretch import PRODUCT, ROWS
-from traces.records.trace import EFFECT
+from traces.records.trace import EFFECT, PRODUCT, ROWS
 
 aten = torch.ops.aten
 MEAN_LOSS, SUM_LOSS = 1, 2  # torch's numbers of reductions

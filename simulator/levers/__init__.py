@@ -12,8 +12,8 @@ from simulator.levers.edit import Editing
 from simulator.levers.lever import Lever
 from traces.errors import PlanError
 from traces.records.plan import EXACTNESS, Plan, Rewrite
+from traces.records.store import validate
 from traces.records.trace import Trace
-from traces.records.validate import validate
 
 LEVERS: Final[dict[str, Lever]] = {
     lever.name: lever for lever in (tile.LEVER, *pack.EXACT, invert.LEVER, *pack.LOSSY, offload.LEVER)

@@ -13,6 +13,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
+from traces.records.store import validate
 from traces.records.trace import (
     BACKWARD,
     EAGER,
@@ -26,7 +27,6 @@ from traces.records.trace import (
     fingerprint,
     uses_of,
 )
-from traces.records.validate import validate
 
 Known = TypeVar("Known")
 PLAIN = [f.name for f in fields(Ops) if f.name not in ("inputs", "reads", "writes", "overwrites")]

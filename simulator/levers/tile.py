@@ -27,8 +27,21 @@ from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.events import OwnEvents, replayed
 from traces.records.plan import FP, Rewrite
-from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
-from traces.records.trace import ACTIVATION, BACKWARD, EFFECT, FORWARD, VIEW, Trace
+from traces.records.trace import (
+    ACTIVATION,
+    BACKWARD,
+    EFFECT,
+    FORWARD,
+    PRODUCT,
+    ROWS,
+    SUM,
+    VIEW,
+    WHOLE,
+    Part,
+    Result,
+    Stretch,
+    Trace,
+)
 
 NUMBERS: Final = (2, 4, 8, 16, 32, 64, 128)  # of tiles that are tried
 SHARE: Final = (

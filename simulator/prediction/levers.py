@@ -1,41 +1,275 @@
-"""Plans and bounds of a step as it is and as levers change it.
+"""Plans and bounds of a step as it is and as levers change it, and which rewrites are worth one.
 
-Counts: the steps that `simulator.prediction.choose` finds worth a plan. Ignores: other combinations of rewrites.
+A rewrite is worth taking if the step so changed has a cheaper plan, or one at all. Levers say what can be chosen, as
+ladders (`simulator.levers`); steps are compared by the certified bound of their plans first: one whose bound is above a
+plan that is known already is not planned at all. So a plan with more levers allowed is never worse, and one search is
+mostly enough.
+
+Counts: each rung of a single ladder; of several, steps from rung to rung while they help. Ignores: other combinations.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
-from simulator.bounds.bound import Bound
+from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
-from simulator.levers import UNASKED, checked, exactness_of
-from simulator.levers.lever import Wish
+from simulator.core.transfers import waiting_ns
+from simulator.levers import LEVERS, UNASKED, checked, draft_problem, exactness_of, in_order, ops_take_ns
+from simulator.levers.lever import Ladder, Wish
 from simulator.planners.outcome import Infeasible, percent
-from simulator.prediction.choose import (
-    Changed,
-    Chooser,
-    Rewrites,
-    Slower,
-    allowed,
-    changed_steps,
-    check_named,
-    climb,
-    error_of,
-    floor_of,
-    ladders,
-    offered,
-    promise_of,
-)
 from traces.errors import SpecError
-from traces.records.plan import FP, Plan
+from traces.records.gradient_errors import COMMAND
+from traces.records.plan import APPROXIMATE, FP, Plan, Rewrite
 from traces.records.trace import MOST, Trace
 from traces.units import show_bytes
+
+Rewrites = tuple[Rewrite, ...]
+ATTEMPTS: Final = 3
+NONE: Final = -1  # no rung of a ladder
+ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no limit
+
+
+# What can be chosen
+
+
+def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
+    """The rewrites that are allowed, by kind. Raises SpecError if there is no such kind, or the errors are of another
+    step.
+    """
+    if levers.errors is not None and levers.errors.fingerprint != problem.trace.meta.graph_fingerprint:
+        raise SpecError(
+            f"the errors of gradients were measured on another step, of {levers.errors.model}: `{COMMAND}`."
+        )
+    if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
+        raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
+    asked = (*UNASKED, *_measured(levers)) if levers.kinds is None else levers.kinds
+    kinds = [k for k in asked if levers.allows(LEVERS[k].exactness)]
+    return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
+
+
+def ladders(problem: Problem, wish: Wish) -> list[Ladder]:
+    """The ladders of all that is allowed. Raises SpecError as `offered`, or if nobody says how fast copies are."""
+    of_kinds = offered(problem, wish.levers).items()
+    return [x for kind, rewrites in of_kinds for x in LEVERS[kind].ladders(problem, rewrites, wish)]
+
+
+def climb(of: Sequence[Ladder], worth: Callable[[Rewrites], int | Worth]) -> Rewrites:
+    """Choose none or one rung of each ladder, those that together are worth most; of equals the first that was tried.
+
+    One ladder after the other, and all of them again while that helps: the best of its first rungs; if that is no worse
+    than none, on to the next while that is better.
+    """
+    at = [NONE] * len(of)
+
+    def value(k: int, rung: int) -> int | Worth:
+        return worth(_together(of, [*at[:k], rung, *at[k + 1 :]]))
+
+    for _ in range(ATTEMPTS):
+        before = list(at)
+        for k, ladder in enumerate(of):
+            rung = max((at[k],) if at[k] != NONE else ladder.first, key=lambda n: value(k, n))
+            if value(k, rung) < value(k, at[k]):  # type: ignore[operator]
+                continue
+            for step in (1, -1):
+                while 0 <= rung + step < len(ladder.rungs) and value(k, rung + step) > value(k, rung):  # type: ignore[operator]
+                    rung += step
+            at[k] = max(at[k], rung, NONE, key=lambda n: value(k, n))
+        if at == before:
+            break
+    return _together(of, at)
+
+
+def _together(of: Sequence[Ladder], at: Sequence[int]) -> Rewrites:
+    """The rewrites of some rungs; of several of one value the first that is made: the others would find nothing."""
+    chosen = (r for ladder, rung in zip(of, at, strict=True) if rung != NONE for r in ladder.rungs[rung])
+    by_storage: dict[int, Rewrite] = {}
+    for r in in_order(chosen):
+        by_storage.setdefault(r.storage, r)
+    return tuple(by_storage.values())
+
+
+def error_of(rewrites: Iterable[Rewrite], levers: Levers) -> float:
+    """The error of the gradient that rewrites make together, as it was measured of their parts."""
+    lossy = [r for r in rewrites if LEVERS[r.kind].exactness == APPROXIMATE]
+    return levers.errors.of(lossy) if levers.errors is not None and lossy else 0.0
+
+
+def floor_of(problem: Problem, rewrites: Rewrites) -> int:
+    """A peak that no plan of the step so changed can go below."""
+    return bounder_of(draft_problem(problem, rewrites)).floor.peak_bytes
+
+
+def _measured(levers: Levers) -> tuple[str, ...]:
+    return () if levers.errors is None else levers.errors.kinds
+
+
+def allowed(rewrites: Rewrites, levers: Levers) -> bool:
+    """Return whether the gradient's error stays within what the user allows."""
+    return error_of(rewrites, levers) <= (levers.max_gradient_error or ANY)
+
+
+def check_named(levers: Levers) -> None:
+    """Raise SpecError if a kind is asked for that is not allowed, or that is approximate and was not measured."""
+    exactness = {k: LEVERS[k].exactness for k in levers.kinds or () if k in LEVERS}
+    for kind, needed in exactness.items():
+        if not levers.allows(needed):
+            allow = next(word for word, meant in ALLOW.items() if meant == needed)
+            raise SpecError(f"--levers {kind} needs --allow {allow}; now it is --allow {levers.allow}.")
+    if lacking := [k for k, n in exactness.items() if n == APPROXIMATE and k not in _measured(levers)]:
+        raise SpecError(
+            f"by how much {', '.join(lacking)} changes the gradient of this step is not known: measure it with "
+            f"`{COMMAND} --levers {','.join(lacking)}`, then give --errors errors.json."
+        )
+
+
+# Which steps are worth a plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A step as rewrites change it, and what any plan of it within the budget must take."""
+
+    rewrites: Rewrites
+    problem: Problem
+    bound: Bound
+
+    @property
+    def least_ns(self) -> int:
+        """The step's time with the cheapest plan, at least."""
+        return _least_ns(self.problem, self.bound.added_time_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slower:
+    """A step as rewrites change it whose ops alone take longer than another step with its cheapest plan."""
+
+    rewrites: Rewrites
+    least_ns: int
+
+
+class Worth(NamedTuple):
+    """The worth of a step: most if it may have a plan, the shorter the more; else the more, the less it needs."""
+
+    feasible: bool
+    less: int  # its time, or of one without a plan its floor, below 0
+    ops: int = 0  # of those without a plan the time of the ops, below 0
+
+
+NOTHING: Final = Worth(feasible=False, less=-MOST)  # not allowed, or slower than another
+
+
+class Chooser:
+    """One step for one budget: the steps that levers make of it, each of which is judged once."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, levers: Levers) -> None:
+        self.problem, self.budget_bytes, self.levers = problem, budget_bytes, levers
+        self.judged: dict[Rewrites, Worth] = {}
+        self.steps: list[Changed | Slower] = []  # of which a plan may exist
+        self.best_ns = MOST  # of these
+
+    def run(self) -> list[Changed | Slower]:
+        """The steps of which a plan may exist, by rising bound, the first of which has one; where there is none, that
+        with the lowest floor."""
+        self.worth(())
+        if self.problem.saved.timeline.peak_allocated_bytes > self.budget_bytes:
+            self._search()
+        self.steps.sort(key=promise_of)
+        while self.steps and isinstance(first := self.steps[0], Slower):
+            del self.steps[0]
+            if (found := self.changed(first.rewrites)).bound.feasible:
+                insort(self.steps, found, key=promise_of)
+        lowest = max(self.judged, key=self.judged.__getitem__)
+        return self.steps or [self.changed(lowest)]
+
+    def changed(self, rewrites: Rewrites) -> Changed:
+        """The step so changed, with its bound."""
+        step = draft_problem(self.problem, rewrites)
+        return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(self.budget_bytes))
+
+    def quick_ns(self, rewrites: Rewrites, enough_ns: int) -> int:
+        """Return what plans of the step so changed take at least, as soon found as that is enough."""
+        step = draft_problem(self.problem, rewrites)
+        if (alone_ns := _least_ns(step, 0)) >= enough_ns or enough_ns >= MOST:
+            return alone_ns
+        return _least_ns(step, bounder_of(step).quick_ns(self.budget_bytes, enough_ns - step.trace.time_ns))
+
+    def worth(self, rewrites: Rewrites) -> Worth:
+        """Return what the step so changed is worth."""
+        if rewrites not in self.judged:
+            self.judged[rewrites] = self._judge(rewrites)
+        return self.judged[rewrites]
+
+    def _judge(self, rewrites: Rewrites) -> Worth:
+        """Ask what takes least to say first: most steps are slower than one that is known."""
+        if not allowed(rewrites, self.levers):
+            return NOTHING
+        least_ns = ops_ns = ops_take_ns(self.problem, rewrites)
+        if least_ns < self.best_ns:
+            least_ns = self.quick_ns(rewrites, self.best_ns)
+        if least_ns >= self.best_ns:
+            self.steps.append(Slower(rewrites=rewrites, least_ns=least_ns))
+            return NOTHING
+        floor = floor_of(self.problem, rewrites)
+        if floor <= self.budget_bytes:
+            found = self.changed(rewrites)
+            if found.bound.feasible:
+                self.steps.append(found)
+                self.best_ns = min(self.best_ns, found.least_ns)
+                return Worth(feasible=True, less=-found.least_ns)
+        return Worth(feasible=False, less=-floor, ops=-ops_ns)
+
+    def _search(self) -> None:
+        """Climb in two orders, since each way ends where no one change helps: what takes no time first, with what the
+        step may wait for or without. Where the former may do alone it goes first: few others come near its bound."""
+        found = ladders(self.problem, self._wish())
+        now_ns = self.problem.trace.time_ns
+        cheap = [x for x in found if ops_take_ns(self.problem, x.rungs[0]) <= now_ns]
+        plain = [x for x in cheap if not x.waits]
+        orders = [[*first, *(x for x in found if x not in first)] for first in (plain, cheap)]
+        may_do = self.worth(climb(cheap, self.worth)).feasible
+        for order in reversed(orders) if may_do else orders:
+            climb(order, self.worth)
+
+    def _wish(self) -> Wish:
+        wish = Wish(levers=self.levers, budget_bytes=self.budget_bytes)
+        bound = next((x.bound for x in self.steps if isinstance(x, Changed)), None)
+        if bound is None:
+            return wish
+        over = max(1, self.problem.saved.timeline.peak_allocated_bytes - self.budget_bytes)
+        # At last, on average.
+        prices = (bound.price_ns, bound.price_bytes), (bound.added_time_ns, over)
+        return replace(wish, price=max(prices, key=lambda p: p[0] / p[1]))
+
+
+def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed | Slower]:
+    """The step as it is and as levers change it, as `Chooser.run` has them; made once. Raises SpecError if a lever is
+    asked for that is none, is not allowed or was not measured.
+    """
+    check_named(levers)
+    return problem.once(
+        ("changed", budget_bytes, levers), lambda p: Chooser(problem, budget_bytes, levers).run()
+    )
+
+
+def _least_ns(step: Problem, added_ns: int) -> int:
+    """A step's time with so much more to run, at least. Recomputing in backward makes no copy of forward earlier, nor a
+    step that waits for its copies shorter."""
+    trace, saved = step.trace, step.saved.timeline
+    waits_ns = waiting_ns(trace, saved.op, saved.duration_ns)
+    return max(saved.step_time_ns, trace.time_ns + waits_ns + added_ns)
+
+
+def promise_of(step: Changed | Slower) -> tuple[int, ...]:
+    """By what steps are told apart: the shorter first, of equals those that change less."""
+    slower = isinstance(step, Slower)
+    return step.least_ns, slower, len(step.rewrites), sum(r.number for r in step.rewrites)
+
 
 # Two steps of equal kinds are as good as one another if they differ by one of so many parts.
 CLOSE: Final = 2000

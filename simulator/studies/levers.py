@@ -12,7 +12,7 @@ from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, rewritten_problem
 from simulator.levers.lever import Wish
 from simulator.planners.outcome import percent
-from simulator.prediction.choose import Changed, climb, floor_of, ladders
+from simulator.prediction.levers import Changed, climb, floor_of, ladders
 from simulator.show.tables import table
 from simulator.studies.rows import Study
 from traces.errors import SpecError

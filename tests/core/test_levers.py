@@ -16,10 +16,18 @@ from simulator.levers.edit import Editing
 from simulator.levers.lever import Ladder
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.prediction import choose, levers
+from simulator.prediction import levers
 from simulator.prediction.ask import ask
-from simulator.prediction.choose import Changed, Chooser, Worth, changed_steps, climb
-from simulator.prediction.levers import lower_bound, lowest_floor, plan_with_levers
+from simulator.prediction.levers import (
+    Changed,
+    Chooser,
+    Worth,
+    changed_steps,
+    climb,
+    lower_bound,
+    lowest_floor,
+    plan_with_levers,
+)
 from simulator.prediction.question import Question
 from simulator.studies.levers import study
 from simulator.studies.max_batch import MaxBatch, max_batch
@@ -28,8 +36,7 @@ from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError, TraceError
 from traces.records.plan import EXACT, FP, Plan, Rewrite
 from traces.records.store import load
-from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
-from traces.records.trace import EAGER, Trace
+from traces.records.trace import EAGER, PRODUCT, ROWS, SUM, Part, Result, Stretch, Trace
 
 SECONDS = Limits(seconds=0.2)
 
@@ -397,9 +404,9 @@ def test_combinations_are_found_from_either_end(
     half = (Rewrite(kind="offload", storage=1, bytes_per_s=1),)
     whole = (*half, Rewrite(kind="offload", storage=2, bytes_per_s=1))
     monkeypatch.setattr(
-        choose, "ops_take_ns", lambda problem, rewrites: head().time_ns + (rewrites is packed)
+        levers, "ops_take_ns", lambda problem, rewrites: head().time_ns + (rewrites is packed)
     )
-    monkeypatch.setattr(choose, "ladders", lambda *_: [rungs(packed), rungs(half, whole, waits=True)])
+    monkeypatch.setattr(levers, "ladders", lambda *_: [rungs(packed), rungs(half, whole, waits=True)])
     best, worth = (*packed, *half), {packed: 2, half: 1, whole: 3, (*packed, *half): 5}
     if found == "all copies alone":
         best, worth = whole, {packed: 4, half: 1, whole: 5}
@@ -418,7 +425,7 @@ def test_combinations_are_found_from_either_end(
 
 
 def test_of_equal_floors_that_of_the_shorter_step_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "floor_of", lambda problem, rewrites: 1000)
+    monkeypatch.setattr(levers, "floor_of", lambda problem, rewrites: 1000)
     problem, few, many = Problem(head(4)), (in_tiles(2),), (in_tiles(4),)
     chooser = Chooser(problem, 10, Levers(allow="fp"))
     assert ops_take_ns(problem, few) < ops_take_ns(problem, many)

@@ -12,13 +12,11 @@ from simulator.core.problem import Problem
 from simulator.levers import ops_take_ns, rewritten, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.choose import changed_steps
-from simulator.prediction.levers import lower_bound, lowest_floor, plan_with_levers
+from simulator.prediction.levers import changed_steps, lower_bound, lowest_floor, plan_with_levers
 from tests.exhaust import budgets, frontier, optimum
 from tests.tiny import bwd, fwd, trace
 from traces.records.plan import Plan
-from traces.records.stretch import PRODUCT, ROWS, SUM, Result, Stretch
-from traces.records.trace import EAGER, Trace
+from traces.records.trace import EAGER, PRODUCT, ROWS, SUM, Result, Stretch, Trace
 
 ANY, NONE = Levers(allow="fp"), Levers(allow="bit")
 

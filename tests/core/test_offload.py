@@ -18,8 +18,7 @@ from simulator.core.transfers import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT
 from simulator.levers import exactness_of, offload, rewritten, rewritten_problem
 from simulator.levers.lever import Wish
 from simulator.planners import plan_with
-from simulator.prediction.choose import changed_steps
-from simulator.prediction.levers import lower_bound, plan_with_levers
+from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
 from simulator.studies.levers import study
 from tests.tiny import bwd, fwd, trace
 from traces.devices import device

@@ -13,8 +13,7 @@ from simulator.levers import LEVERS, exactness_of, in_order, rewritten
 from simulator.levers.lever import Wish
 from simulator.levers.pack import at_rate, by_price, costs, offer, pass_rate
 from simulator.planners import plan_with
-from simulator.prediction.choose import changed_steps
-from simulator.prediction.levers import plan_with_levers
+from simulator.prediction.levers import changed_steps, plan_with_levers
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Action, Plan, Rewrite

@@ -20,8 +20,8 @@ from tests.strategies import traces
 from tests.tiny import chain
 from tracer.cli.main import trace
 from traces.errors import TraceError
-from traces.files.parquet import META_KEY
 from traces.records.store import (
+    META_KEY,
     OPS_FILE,
     STORAGES_FILE,
     UNTOUCHED_FILE,
@@ -29,9 +29,9 @@ from traces.records.store import (
     find,
     load,
     save,
+    validate,
 )
 from traces.records.trace import FORWARD, VIEW, TraceMeta, Untouched
-from traces.records.validate import validate
 
 STORED = chain(3)
 

@@ -24,8 +24,8 @@ from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
 from tracer.record.program import inplace_twin  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
+from traces.records.store import validate  # noqa: E402
 from traces.records.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
-from traces.records.validate import validate  # noqa: E402
 
 
 @pytest.fixture(scope="module")

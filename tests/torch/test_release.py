@@ -38,8 +38,8 @@ from tracer.recording import ProfileUse, record_real  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import LowtideError, PlanError, SpecError, TraceError  # noqa: E402
 from traces.records.plan import RECOMPUTE, SAVE, Action  # noqa: E402
+from traces.records.store import validate  # noqa: E402
 from traces.records.trace import BACKWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace  # noqa: E402
-from traces.records.validate import validate  # noqa: E402
 
 RELEASE = {"release_gradients": True}
 Optimizer = Callable[[Any], torch.optim.Optimizer]

@@ -33,7 +33,6 @@ from tracer.step.user_errors import explained
 from tracer.torch_api import FakeTensorMode, execution_engine, pytree, release
 from traces.devices import Device
 from traces.errors import CaptureError
-from traces.records.stretch import ROWS, Stretch
 from traces.records.trace import (
     ACTIVATION,
     EAGER,
@@ -43,6 +42,8 @@ from traces.records.trace import (
     OPTIMIZER_STATE,
     PARAMETER,
     PHASES,
+    ROWS,
+    Stretch,
     TraceMeta,
     eager_runs,
 )

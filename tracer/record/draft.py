@@ -17,8 +17,8 @@ from tracer.step.loop import TrainingStep
 from tracer.torch_api import FakeTensorMode
 from traces.devices import Device
 from traces.records.device_profile import LibraryWorkspace
+from traces.records.store import validate
 from traces.records.trace import Trace, TraceMeta, Untouched, fingerprint
-from traces.records.validate import validate
 
 
 @dataclass(frozen=True, kw_only=True)

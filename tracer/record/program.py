@@ -35,6 +35,7 @@ from tracer.record.rows import (
 )
 from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, no_garbage, pytree, replaced
 from traces.errors import CaptureError
+from traces.records.store import validate
 from traces.records.trace import (
     ACTIVATION,
     BACKWARD,
@@ -54,7 +55,6 @@ from traces.records.trace import (
     as_named,
     fingerprint,
 )
-from traces.records.validate import validate
 
 aten = torch.ops.aten
 

@@ -28,7 +28,7 @@ from tracer.capture.passes.dropout import dropout_mask
 from tracer.record.program import GraphOp, Program, is_random
 from tracer.record.rows import tensors_in
 from tracer.torch_api import OpOverload
-from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
+from traces.records.trace import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
 
 aten = torch.ops.aten
 DRAWS: Final = dropout_mask._opoverload.overloadpacket

@@ -1,20 +1,269 @@
-"""Save a Trace as a few Parquet files in a directory, and load it back, checking everything on the way."""
+"""Save a Trace as a few Parquet files in a directory, and load it back, checking everything on the way.
+
+pyarrow imports pandas by itself in most of its convenience functions; the reader here uses only
+`ParquetFile(...).read()`, which does not, and the writer makes columns from buffers, so that commands start quickly.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import shutil
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from traces.errors import TraceError
-from traces.files import parquet as tables
-from traces.files.parquet import ID, IDS, INT, INTS, TEXT
 from traces.files.whole import check_writable, directory_beside, umask
-from traces.records.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, Untouched, fingerprint
-from traces.records.validate import validate
+from traces.records.trace import (
+    CATEGORIES,
+    FLAG_NAMES,
+    MOST,
+    PHASES,
+    SCHEMA_VERSION,
+    VIEW,
+    Ops,
+    Storages,
+    Trace,
+    TraceMeta,
+    Untouched,
+    aliases_of,
+    fingerprint,
+    uses_of,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+META_KEY: Final = b"lowtide"
+RECORD: Final = "trace"  # what the header calls itself
+AGAIN: Final = "record the trace again with `trace`."
+LATER: Final = ("arguments",)  # text that older files lack: then every cell is ""
+TEXT, INT, ID, IDS, INTS = "text", "int64", "int32", "list<int32>", "list<int64>"
+
+
+def arrow_type(kind: str) -> pa.DataType:
+    """The Arrow type of a column."""
+    import pyarrow as pa
+
+    return {
+        TEXT: pa.string(),
+        INT: pa.int64(),
+        ID: pa.int32(),
+        IDS: pa.list_(pa.int32()),
+        INTS: pa.list_(pa.int64()),
+    }[kind]
+
+
+def write_table(path: Path, columns: dict[str, str], header: dict[str, Any], values: dict[str, Any]) -> None:
+    """Write a table; `values` has one sequence a column, `columns` its kind."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = json.dumps({"record": RECORD, **header}, sort_keys=True).encode()
+    arrays = [_array(values[c], k) for c, k in columns.items()]
+    schema = pa.schema([(c, arrow_type(k)) for c, k in columns.items()], metadata={META_KEY: text})
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path, compression="zstd")
+
+
+def _array(values: Sequence[Any], kind: str) -> pa.Array:
+    """A column as Arrow has it, from its buffers: `pa.array` imports pandas, if that is installed, for 0.4 s."""
+    import pyarrow as pa
+
+    def buffer(code: str, numbers: Iterable[int]) -> pa.Buffer:
+        return pa.py_buffer(array(code, numbers))
+
+    if kind in (INT, ID):
+        return pa.Array.from_buffers(
+            arrow_type(kind), len(values), [None, buffer("q" if kind == INT else "i", values)]
+        )
+    parts = [v.encode() for v in values] if kind == TEXT else values
+    offsets = buffer("i", itertools.accumulate(map(len, parts), initial=0))
+    if kind == TEXT:
+        return pa.StringArray.from_buffers(len(values), offsets, pa.py_buffer(b"".join(parts)))
+    inside = _array(list(itertools.chain.from_iterable(values)), ID if kind == IDS else INT)
+    return pa.Array.from_buffers(arrow_type(kind), len(values), [None, offsets], children=[inside])
+
+
+def read_table(path: Path, columns: dict[str, str]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The header, and the columns. Raises TraceError if the file is missing, no Parquet, or no trace's, or a column is
+    missing, is there twice, has another type, or has empty cells.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise TraceError(f"{path}: {'a directory' if path.is_dir() else 'missing'}; {AGAIN}")
+    try:
+        with pq.ParquetFile(path) as file:
+            header, schema = _told(path, file.schema_arrow), file.schema_arrow
+            for column, kind in columns.items():
+                if (times := schema.names.count(column)) != 1 and (times or column not in LATER):
+                    raise TraceError(
+                        f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {AGAIN}"
+                    )
+                if times and schema.field(column).type != arrow_type(kind):
+                    raise TraceError(
+                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {AGAIN}"
+                    )
+            there = [c for c in columns if c in schema.names]
+            table = file.read(columns=there)
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise TraceError(f"{path}: cannot be read as Parquet ({line}); {AGAIN}") from None
+    values = {c: _column(table.column(c), columns[c]) for c in there}
+    values |= {c: ("",) * table.num_rows for c in columns if c not in values}
+    for column, items in values.items():
+        if any(x is None for x in items):
+            raise TraceError(f"{path}: the column {column!r} has empty cells; {AGAIN}")
+    return header, values
+
+
+def _told(path: Path, schema: pa.Schema) -> dict[str, Any]:
+    raw = (schema.metadata or {}).get(META_KEY)
+    if raw is None:
+        raise TraceError(f"{path}: a Parquet file, but not one of Lowtide's; {AGAIN}")
+    header = json.loads(raw)
+    if not isinstance(header, dict) or header.get("record") != RECORD:
+        raise TraceError(f"{path}: its header does not describe a trace; {AGAIN}")
+    return header
+
+
+def _column(column: pa.ChunkedArray, kind: str) -> tuple[Any, ...]:
+    if "list" not in kind:
+        return tuple(column.to_pylist())
+    # Slicing one flat list is several times faster than Arrow's own nested conversion.
+    rows: list[tuple[int, ...] | None] = []
+    for chunk in column.chunks:
+        if chunk.null_count:
+            return (*rows, None)
+        offsets = chunk.offsets.to_pylist()
+        flat = chunk.values.to_pylist()
+        rows.extend(tuple(flat[a:b]) for a, b in itertools.pairwise(offsets))
+    return tuple(rows)
+
+
+def validate(trace: Trace) -> Trace:
+    """Return the same trace; raises TraceError, which names the row, if its tables contradict each other.
+
+    Checked: every id is in range; no op reads or writes a storage or takes a value that does not exist yet, nor
+    names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
+    not negative, and their sums fit 64 bits with room to spare; the phases stand in order, but for what the header
+    has within backward; the measured events of an op sum to what it leaves behind; first and last uses of what the step
+    makes are its readers, and views its aliases; flags are known ones; the header's rows exist.
+    """
+    for check in (_storages, _sums, _ops, _values, _uses, _header):
+        for problem in check(trace):
+            raise TraceError(problem)
+    return trace
+
+
+def _storages(trace: Trace) -> Iterator[str]:
+    ops, sts = trace.ops, trace.storages
+    for s, producer in enumerate(sts.producer):
+        if sts.nbytes[s] < 0:
+            yield f"storages: storage {s} has the negative size {sts.nbytes[s]}."
+        if sts.category[s] not in CATEGORIES:
+            yield f"storages: storage {s} has the unknown category {sts.category[s]!r}."
+        if not -1 <= producer < len(ops):
+            yield f"storages: storage {s} names op {producer}, which does not exist."
+        if producer >= 0 and s not in ops.writes[producer]:
+            yield f"storages: storage {s} says that op {producer} produced it, but that op does not write it."
+        if not -1 <= sts.hold[s] < len(ops):
+            yield f"storages: storage {s} is held by op {sts.hold[s]}, which does not exist."
+        if any(n < 0 for n in sts.shape[s]):
+            yield f"storages: storage {s} has the shape {sts.shape[s]}."
+
+
+def _sums(trace: Trace) -> Iterator[str]:
+    for what, total in (("sizes", sum(trace.storages.nbytes)), ("times", sum(trace.ops.time_ns))):
+        if total > MOST:
+            yield f"the {what} sum to {total}, more than can be reckoned with."
+
+
+def _ops(trace: Trace) -> Iterator[str]:
+    """Check what stands in one row by itself, and the order of the phases."""
+    ops, n_storages = trace.ops, len(trace.storages)
+    rank = {p: i for i, p in enumerate(PHASES)}
+    last = 0
+    for i, phase in enumerate(ops.phase):
+        if phase not in rank:
+            yield f"ops: op {i} has the unknown phase {phase!r}."
+        if rank[phase] < last and not (rank[phase] and trace.meta.within_backward):
+            yield f"ops: op {i} ({phase}) stands after an op of a later phase."
+        last = rank[phase]
+        if ops.time_ns[i] < 0:
+            yield f"ops: op {i} takes the negative time {ops.time_ns[i]} ns."
+        if ops.flops[i] < 0 or ops.bytes_moved[i] < 0:
+            yield f"ops: op {i} has {ops.flops[i]} FLOPs and moves {ops.bytes_moved[i]} bytes."
+        if not 0 <= ops.flags[i] <= sum(FLAG_NAMES):
+            yield f"ops: op {i} has the unknown flags {ops.flags[i]}."
+        for j in ops.inputs[i]:
+            if not 0 <= j < i:
+                yield f"ops: op {i} takes the value of op {j}, which does not run before it."
+        for verb, named in (("reads", ops.reads[i]), ("writes", ops.writes[i])):
+            if len(set(named)) != len(named):
+                yield f"ops: op {i} ({ops.name[i]}) {verb} a storage twice."
+            for s in named:
+                if not 0 <= s < n_storages:
+                    yield f"ops: op {i} {verb} storage {s}, which does not exist."
+        if not -1 <= ops.overwrites[i] < n_storages:
+            yield f"ops: op {i} overwrites storage {ops.overwrites[i]}, which does not exist."
+
+
+def _values(trace: Trace) -> Iterator[str]:
+    """Check that what an op reads and writes is there when it runs, and that it makes what its events leave behind."""
+    ops, sts = trace.ops, trace.storages
+    for i, name in enumerate(ops.name):
+        for s in ops.writes[i]:
+            if sts.producer[s] > i:
+                yield f"ops: op {i} ({name}) writes storage {s}, which op {sts.producer[s]} makes only later."
+            if sts.producer[s] == i and ops.flags[i] & VIEW:
+                yield f"ops: op {i} ({name}) is a view, and makes storage {s}."
+        for s in ops.reads[i]:
+            if sts.producer[s] >= i:
+                yield (
+                    f"ops: op {i} ({name}) reads storage {s}, which op {sts.producer[s]} produces only later; record "
+                    "the trace again."
+                )
+        created_bytes = sum(sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i)
+        if ops.events[i] and sum(ops.events[i]) != created_bytes:
+            yield (
+                f"ops: op {i} ({name}) leaves {sum(ops.events[i])} bytes by its events and {created_bytes} by its "
+                "storages."
+            )
+
+
+def _uses(trace: Trace) -> Iterator[str]:
+    ops, sts = trace.ops, trace.storages
+    for column, uses in uses_of(ops, len(sts)).items():
+        for s, (told, use) in enumerate(zip(getattr(sts, column), uses, strict=True)):
+            if told != use and sts.producer[s] >= 0:  # a library uses its workspace without reading it
+                yield (
+                    f"storages: storage {s} ({sts.name[s]}) has the {column.replace('_', ' ')} {told}, and by the ops "
+                    f"that read it is {use}."
+                )
+            if not -1 <= told < len(ops):
+                yield f"storages: storage {s} is used by op {told}, which does not exist."
+    for s, (said, views) in enumerate(zip(sts.aliases, aliases_of(ops, len(sts)), strict=True)):
+        if said != views:
+            yield f"storages: storage {s} has the aliases {said}, and the views of it are {views}."
+
+
+def _header(trace: Trace) -> Iterator[str]:
+    forward, backward = trace.meta.forward_ops, trace.meta.first_backward_graph_op
+    end = backward
+    for first, count in trace.meta.within_backward:
+        if first < end or count < 1 or first + count > len(trace.ops):
+            yield f"header: {count} ops from {first} on are none that stand among backward's."
+        end = first + count
+    if not 0 <= forward <= backward <= len(trace.ops):
+        yield f"header: forward ends at op {forward} and backward begins at op {backward} of {len(trace.ops)}."
+
 
 OPS_FILE: Final = "ops.parquet"
 STORAGES_FILE: Final = "storages.parquet"
@@ -50,7 +299,7 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
         ):
             if table != Untouched():
                 values = {c: getattr(table, c) for c in columns}
-                tables.write(temporary / file, columns, header, values)
+                write_table(temporary / file, columns, header, values)
         temporary.chmod(0o777 & ~umask())
         _put(temporary, place)
     return directory
@@ -166,13 +415,13 @@ def check_fingerprints(trace: Trace, name: str | Path, *, graph: bool = False) -
 
 
 def _load_table(path: Path, columns: dict[str, str]) -> tuple[TraceMeta, dict[str, Any]]:
-    header, values = tables.read(path, columns)
+    header, values = read_table(path, columns)
     if (version := header.get("schema_version")) != SCHEMA_VERSION:
         raise TraceError(
-            f"{path}: schema version {version}, and this Lowtide reads {SCHEMA_VERSION}; {tables.AGAIN}"
+            f"{path}: schema version {version}, and this Lowtide reads {SCHEMA_VERSION}; {AGAIN}"
         )
     try:
         meta = TraceMeta.from_json(header)
     except ValueError as error:
-        raise TraceError(f"{path}: its header is malformed ({error}); {tables.AGAIN}") from None
+        raise TraceError(f"{path}: its header is malformed ({error}); {AGAIN}") from None
     return meta, values
