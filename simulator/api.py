@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from simulator.core.limits import NONE, Constraints
 from simulator.core.problem import Problem
-from simulator.prediction.ask import Say, ask, silent
-from simulator.prediction.question import Device, Words, question
+from simulator.prediction.ask import Device, Say, Words, ask, question, silent
 from simulator.prediction.step import Prediction, predict
 from traces.records.plan import Plan
 from traces.records.store import check_fingerprints, load
@@ -85,7 +84,7 @@ def plan(
         budget: bytes, a size, a share of the step's own peak, or "device": what `device` has; None: no limit.
         device: of a budget "device", or of a plan that is to fit it.
         progress: told one line about each thing that is done.
-        words: those of `simulator.prediction.question.Words`, such as `allow="fp"` or `seconds=20`.
+        words: those of `simulator.prediction.ask.Words`, such as `allow="fp"` or `seconds=20`.
 
     Returns:
         the complete plan with its predicted figures, which `save` writes for `execute`.

@@ -54,7 +54,7 @@ def sweep_command(
     to one directory; a trace that the same options made before is used again. A batch size for which no plan fits is
     reported as such; the exit code is 1 only if none fits.
     """
-    from simulator.prediction.question import question
+    from simulator.prediction.ask import question
     from simulator.studies.sweep import sweep
     from simulator.studies.tracing import Traced
 

@@ -13,9 +13,7 @@ from traces.commands import OUTPUT, Decorator, Output, echo, gathered
 from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED
 
-Words = dict[
-    str, Any
-]  # of a question, by the names that `simulator.prediction.question.question` has for them
+Words = dict[str, Any]  # of a question, by the names that `simulator.prediction.ask.question` has for them
 
 BUDGET: Final = click.option(
     "--budget",

@@ -45,8 +45,7 @@ def plan_command(
 ) -> None:
     """Simulate TRACE, and find the cheapest plan within a budget."""
     from simulator.api import problem_of
-    from simulator.prediction.ask import ask
-    from simulator.prediction.question import question
+    from simulator.prediction.ask import ask, question
 
     asked = question(**words)
     if output is not None:

@@ -9,8 +9,7 @@ from typing import Final, Unpack
 from simulator.api import Budget, Source, problem_of
 from simulator.bounds.bound import lower_bound
 from simulator.planners import REGISTRY, find
-from simulator.prediction.ask import Say, ask, silent
-from simulator.prediction.question import Device, Words, question
+from simulator.prediction.ask import Device, Say, Words, ask, question, silent
 from simulator.prediction.step import predict, texts_of
 from simulator.show.tables import Cell, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json

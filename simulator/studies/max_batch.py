@@ -16,9 +16,8 @@ from typing import Any, Final, Unpack
 from simulator.allocator.device import CPU, DeviceMemory, kind_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import Say, ask, completed, silent
+from simulator.prediction.ask import DEVICE, Device, Question, Say, Words, ask, completed, question, silent
 from simulator.prediction.levers import lower_bound, lowest_floor
-from simulator.prediction.question import DEVICE, Device, Question, Words, question
 from simulator.prediction.step import Prediction, predict, provenance, texts_beside_untouched, untouched_fit
 from simulator.show.notebook import framed
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes

@@ -16,8 +16,7 @@ from simulator.api import Source, problem_of
 from simulator.bounds.bound import bound_curve, bounder_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import Answer, Say, ask, silent
-from simulator.prediction.question import Device, Question, Words, question
+from simulator.prediction.ask import Answer, Device, Question, Say, Words, ask, question, silent
 from simulator.prediction.step import texts_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from simulator.core.problem import Problem, peak_by_category
-from simulator.prediction.ask import Say, ask
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Question, Say, ask
 from simulator.prediction.step import text, texts, warnings
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.rows import columns

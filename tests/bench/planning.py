@@ -20,8 +20,7 @@ from simulator.core.limits import Levers, parse_budget
 from simulator.core.problem import Problem
 from simulator.levers import UNASKED
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import ask
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Question, ask
 from tests.bench.recorded import CACHE, trace_of
 from traces.records.plan import Plan
 from traces.records.store import load

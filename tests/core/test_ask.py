@@ -13,8 +13,7 @@ from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, SAVE_ALL
-from simulator.prediction.ask import ask
-from simulator.prediction.question import question
+from simulator.prediction.ask import ask, question
 from tests.synthetic import resnet
 from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED, Plan

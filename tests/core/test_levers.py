@@ -17,7 +17,7 @@ from simulator.levers.lever import Ladder
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import levers
-from simulator.prediction.ask import ask
+from simulator.prediction.ask import Question, ask
 from simulator.prediction.levers import (
     Changed,
     Chooser,
@@ -28,7 +28,6 @@ from simulator.prediction.levers import (
     lowest_floor,
     plan_with_levers,
 )
-from simulator.prediction.question import Question
 from simulator.studies.levers import study
 from simulator.studies.max_batch import MaxBatch, max_batch
 from simulator.studies.tracing import Traced

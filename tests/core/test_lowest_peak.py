@@ -11,8 +11,7 @@ from simulator.core.limits import NONE, Constraints, Levers, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with, search
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import ask
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Question, ask
 from simulator.prediction.step import Prediction
 from tests.exhaust import draw_trace, frontier
 from traces.records.store import load

@@ -231,8 +231,7 @@ def test_the_table_of_planners_is_the_registry() -> None:
 
 
 def test_every_key_of_simulates_json_is_documented() -> None:
-    from simulator.prediction.ask import ask
-    from simulator.prediction.question import Question
+    from simulator.prediction.ask import Question, ask
 
     record = small_trace()
     data = ask(Problem(record), Question()).to_json()

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from simulator.allocator.device import setting_of
 from simulator.core.problem import Problem, by_category, peak_by_category, run
 from simulator.core.schedule import build
-from simulator.prediction.ask import Answer
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Answer, Question
 from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
 from simulator.report.page import (

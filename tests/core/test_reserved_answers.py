@@ -31,8 +31,7 @@ from simulator.kernels.clock import now
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import reserved_budget
-from simulator.prediction.ask import ask
-from simulator.prediction.question import question
+from simulator.prediction.ask import ask, question
 from simulator.prediction.reserved_budget import ATTEMPTS, Tried, lower_until_within
 from simulator.prediction.step import (
     Prediction,

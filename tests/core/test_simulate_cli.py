@@ -16,8 +16,7 @@ from simulator.cli.main import main
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, plan_with
-from simulator.prediction.ask import silent
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Question, silent
 from simulator.studies import tracing
 from simulator.studies.sweep import Sweep, sweep
 from tests.synthetic import resnet

@@ -19,8 +19,7 @@ from simulator.core.limits import Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
-from simulator.prediction.ask import Answer
-from simulator.prediction.question import Question
+from simulator.prediction.ask import Answer, Question
 from simulator.prediction.step import predict
 from simulator.studies.pareto import cheapest
 from tests.synthetic import resnet
