@@ -243,9 +243,7 @@ class Planned:
                 made = self.run(forward, args, kwargs)
         except Exception as error:
             if from_dynamo(error):
-                raise refusal(
-                    type(self.module).__name__, error, f", plan its parts (parts=True){HINT}"
-                ) from error
+                raise refusal(self.module, error, f", plan its parts (parts=True){HINT}") from error
             raise
         finally:
             self.call = (), {}

@@ -152,9 +152,9 @@ def values_left(model: nn.Module, rank: int) -> list[int]:
     left: list[int] = []
     original = Pool.backward
 
-    def backward(self: Pool, call: Any, module: Any, parameters: Any, values: list[Any]) -> Any:
-        rest = original(self, call, module, parameters, values)
-        left.append(len(values))
+    def backward(self: Pool, *args: Any) -> Any:
+        rest = original(self, *args)
+        left.append(len(args[-1]))
         return rest
 
     ddp = DistributedDataParallel(model)

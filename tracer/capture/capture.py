@@ -107,7 +107,7 @@ class Capturing:
         except Exception as error:
             if not from_dynamo(error):
                 raise explain(error, model) from error
-            raise refusal(type(model).__name__, error) from error
+            raise refusal(model, error) from error
         flat, spec = pytree.tree_flatten(returned)
         joint = graph.joint
         place = {id(x): joint.outputs[p] for k, p in joint.returned.items() for x in [graph.outputs[k]]}

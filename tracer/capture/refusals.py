@@ -38,14 +38,8 @@ def check_capturable(model: nn.Module) -> None:
             f"{type(model).__name__} cannot be captured: its named_parameters is its own and leaves some out, so that "
             "nobody knows what there is to plan for; give the optimizer the parameters that it is to see instead."
         )
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which nothing is sharded
+    check_sharded(model)
     for path, module in model.named_modules():
-        if path and fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            raise CaptureError(
-                f"a plan of a model cannot hold blocks that fully_shard shards by themselves ({path}): parameters of "
-                "theirs come and go while forward runs. Give each block a plan of its own, "
-                "fully_shard(apply_plan(block, plan)), or shard the planned model as one."
-            )
         where = f"its module {path}" if path else "it"
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise CaptureError(
@@ -63,6 +57,18 @@ def check_capturable(model: nn.Module) -> None:
                 f"{type(model).__name__} cannot be captured: {where} ({type(module).__name__}) has gradients of the "
                 "layout torch.sparse_coo, whose size depends on data. Only dense tensors can be planned; give it "
                 "sparse=False."
+            )
+
+
+def check_sharded(model: nn.Module) -> None:
+    """Raise CaptureError for a model with blocks of FSDP2."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which nothing is sharded
+    for path, module in model.named_modules():
+        if path and fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            raise CaptureError(
+                f"a plan of a model cannot hold blocks that fully_shard shards by themselves ({path}): parameters of "
+                "theirs come and go while forward runs. Give each block a plan of its own, "
+                "fully_shard(apply_plan(block, plan)), or shard the planned model as one."
             )
 
 
@@ -85,14 +91,19 @@ def check_step(step: TrainingStep) -> None:
         )
 
 
-def refusal(name: str, error: Exception, hint: str = ".") -> LowtideError:
+def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError:
     """Why torch.compile captured no graph of a call, in our own words.
 
     Args:
-        name: of the model's class.
+        model: which was called.
         error: what torch.compile raised.
         hint: what else helps, as the sentence ends.
+
+    Raises:
+        CaptureError: FSDP2 shards blocks of the model.
     """
+    check_sharded(model)
+    name = type(model).__name__
     inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
     if isinstance(inner, LowtideError):
         return inner
