@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,13 +19,17 @@ from tracer.torch_api import enter_autocast, replaced
 
 
 @contextlib.contextmanager
-def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let autocast remember the casts of `leaves` in the body, until its outermost region ends. `leaves`: what stands
-    for the parameters, and for arguments that require a gradient.
-    """
-    cached = {id(x): x for x in leaves if x.requires_grad and x.dtype == torch.float32}
+def casts_cached(graph: fx.GraphModule, kind: str) -> Iterator[None]:
+    """In the body the graph that dynamo captured casts its inputs as eager does, whenever it is interpreted."""
+    if not torch.is_autocast_enabled(kind) and not graph.graph.find_nodes(
+        op="call_function", target=enter_autocast
+    ):
+        yield
+        return
+    leaves: dict[int, torch.Tensor] = {}  # inputs, while the graph is interpreted
     casts: dict[int, torch.Tensor] = {}
-    clear = torch.clear_autocast_cache
+    clear, before = torch.clear_autocast_cache, torch.is_autocast_cache_enabled()
+    outside = before
 
     def to(x: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`x.to(dtype)`; from the cache where torch's own would have it (at::autocast::cached_cast).
@@ -33,43 +37,27 @@ def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         Inside autocast's kernels autocast counts as off, which tells their casts from those of the model's own code.
         """
         by_autocast = dtype == torch.get_autocast_dtype(kind) and not torch.is_autocast_enabled(kind)
-        if id(x) not in cached or not by_autocast or not torch.is_autocast_cache_enabled():
+        if id(x) not in leaves or not by_autocast or not torch.is_autocast_cache_enabled():
             return torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
         if id(x) not in casts:
             casts[id(x)] = torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
         return casts[id(x)]
 
+    def enter(*inputs: Any) -> None:
+        nonlocal outside
+        tensors = (x for x in inputs if isinstance(x, torch.Tensor))
+        leaves.update({id(x): x for x in tensors if x.requires_grad and x.dtype == torch.float32})
+        outside = torch.is_autocast_cache_enabled()  # AOTAutograd switches it off
+        torch.set_autocast_cache_enabled(True)
+
+    def leave() -> None:
+        leaves.clear()
+        casts.clear()
+        torch.set_autocast_cache_enabled(outside)
+
     def clear_both() -> None:
         clear()
         casts.clear()
-
-    with (
-        replaced(torch, clear_autocast_cache=clear_both),
-        kernels(f"Autograd{kind.upper()}", {"to.dtype": to}),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def casts_cached(graph: fx.GraphModule, kind: str) -> Iterator[None]:
-    """In the body the graph that dynamo captured casts its inputs as eager does, whenever it is interpreted."""
-    calls = graph.graph.find_nodes(op="call_function", target=enter_autocast)
-    if not torch.is_autocast_enabled(kind) and not calls:
-        yield
-        return
-    opened: list[contextlib.ExitStack] = []
-
-    def enter(*inputs: Any) -> None:
-        leave()
-        stack = contextlib.ExitStack()
-        opened.append(stack)
-        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(True)
-        stack.enter_context(cached_casts(kind, [x for x in inputs if isinstance(x, torch.Tensor)]))
-
-    def leave() -> None:
-        while opened:
-            opened.pop().close()
 
     holders = graph.graph.find_nodes(op="placeholder")
     first = next(n for n in graph.graph.nodes if n.op != "placeholder")
@@ -79,9 +67,13 @@ def casts_cached(graph: fx.GraphModule, kind: str) -> Iterator[None]:
     with graph.graph.inserting_before(last):
         added.append(graph.graph.call_function(leave, ()))
     try:
-        yield
+        with (
+            replaced(torch, clear_autocast_cache=clear_both),
+            kernels(f"Autograd{kind.upper()}", {"to.dtype": to}),
+        ):
+            yield
     finally:
-        leave()
+        torch.set_autocast_cache_enabled(before)
         for n in added:
             graph.graph.erase_node(n)
 
