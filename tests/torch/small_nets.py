@@ -201,11 +201,6 @@ def unused() -> Built:
     return Unused(), torch.randn(2, 4), lambda y: y.sum(), None
 
 
-def frozen() -> Built:
-    model = nn.Linear(4, 4).requires_grad_(False)
-    return model, torch.randn(2, 4), lambda y: y.sum(), None
-
-
 def wrong_targets() -> Built:
     return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(3, 5)), lambda y, t: (y - t).sum(), None
 
@@ -227,23 +222,6 @@ def loss_raises() -> Built:
 
 def detached_loss() -> Built:
     return nn.Linear(4, 4), torch.randn(2, 4), lambda y: y.detach().sum(), None
-
-
-def needs_closure() -> Built:
-    model = nn.Linear(4, 4)
-    return model, torch.randn(2, 4), lambda y: y.sum(), torch.optim.LBFGS(model.parameters())
-
-
-def build_raises() -> Built:
-    raise RuntimeError("the disk with the data is not mounted")
-
-
-def build_exits() -> Built:
-    raise SystemExit(3)
-
-
-def build_returns_nothing() -> None:
-    return None
 
 
 class Words(torch.nn.Module):

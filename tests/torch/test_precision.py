@@ -369,37 +369,26 @@ def test_a_loop_under_autocast(under_bf16: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "words"),
+    ("options", "context", "words"),
     [
-        (torch.autocast("cpu", enabled=False), "under autocast bfloat16, and this call is under no autocast"),
+        (BF16, {"enabled": False}, "under autocast bfloat16, and this call is under no autocast"),
         (
-            torch.autocast("cpu", dtype=torch.float16),
+            BF16,
+            {"dtype": torch.float16},
             r"under autocast bfloat16, and this call is under autocast float16\. Call the model as it was traced",
         ),
+        (BF16, {"cache_enabled": False}, r"cache_enabled=False.*has autocast's cache of casts"),
+        ({}, {}, "step was under no autocast, and this call is under autocast bfloat16"),
     ],
 )
-def test_another_state_of_autocast_is_refused(under_bf16: Plan, context: Any, words: str) -> None:
-    planned = apply_plan(small_nets.Tied(), under_bf16)
-    with context, pytest.raises(PlanError, match=words):
-        planned(torch.randn(16, 24))
-
-
-def test_a_plan_without_autocast_is_refused_under_it() -> None:
-    planned = apply_plan(small_nets.Tied(), all_recomputed(recorded(load_spec(TIED)).trace))
+def test_another_state_of_autocast_is_refused(
+    under_bf16: Plan, options: dict[str, Any], context: dict[str, Any], words: str
+) -> None:
+    plan = under_bf16 if options else all_recomputed(recorded(load_spec(TIED)).trace)
+    planned = apply_plan(small_nets.Tied(), plan)
     with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(
-            PlanError, match="step was under no autocast, and this call is under autocast bfloat16"
-        ),
-    ):
-        planned(torch.randn(16, 24))
-
-
-def test_autocast_without_its_cache_is_refused(under_bf16: Plan) -> None:
-    planned = apply_plan(small_nets.Tied(), under_bf16)
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
-        pytest.raises(PlanError, match=r"cache_enabled=False.*has autocast's cache of casts"),
+        torch.autocast("cpu", **{"dtype": torch.bfloat16, **context}),
+        pytest.raises(PlanError, match=words),
     ):
         planned(torch.randn(16, 24))
 

@@ -45,17 +45,14 @@ def row() -> torch.Tensor:
     return torch.randn(2, 4)
 
 
-def test_compiled_models_are_refused() -> None:
-    assert "it was compiled by torch.compile" in refused(
-        lambda: torch.compile(linear(), backend="eager"), row
-    )
+def words() -> torch.Tensor:
+    return torch.randint(9, (2, 3))
 
-    def inside() -> nn.Module:
-        model = linear()
-        model[0].compile(backend="eager")
-        return model
 
-    assert "its module 0 was compiled by torch.compile" in refused(inside, row)
+def compiled() -> nn.Module:
+    model = linear()
+    model[0].compile(backend="eager")
+    return model
 
 
 class Asks(nn.Linear):
@@ -70,21 +67,10 @@ class Prints(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [(Asks, r"whether it is compiled \(.*test_refusals.py:\d+, in forward\)"), (Prints, "print\\(")],
-)
-def test_what_compiled_code_does_otherwise_is_refused_with_its_line(kind: Any, words: str) -> None:
-    assert re.search(words, refused(lambda: kind(4, 4), row))
-
-
-def test_scripted_models_are_refused() -> None:
-    def scripted() -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.jit.script(linear())
-
-    assert "TorchScript" in refused(scripted, row)
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(linear())
 
 
 def test_optimizers_that_run_the_model_themselves_are_refused() -> None:
@@ -104,10 +90,10 @@ def test_sparse_gradients_are_refused_with_the_module(kind: Any) -> None:
         made[0].weight.requires_grad_(not frozen)
         return made
 
-    said = refused(model, lambda: torch.randint(9, (2, 3)))
+    said = refused(model, words)
     assert f"its module 0 ({kind.__name__}) has gradients" in said
     assert "sparse=False" in said
-    recorded(build_of(lambda: (model(frozen=True), torch.randint(9, (2, 3)), lambda y: y.sum(), None)))
+    recorded(build_of(lambda: (model(frozen=True), words(), lambda y: y.sum(), None)))
 
 
 class Lookup(nn.Module):
@@ -119,12 +105,6 @@ class Lookup(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.embedding(x, self.table, sparse=True)
-
-
-def test_sparse_gradients_of_a_function_are_refused_with_the_op() -> None:
-    assert "makes a tensor of the layout torch.sparse_coo" in refused(
-        Lookup, lambda: torch.randint(9, (2, 3))
-    )
 
 
 class Checkpointed(nn.Module):
@@ -157,21 +137,6 @@ class Graph(nn.Module):
         return torch.sparse.mm(self.adjacency, self.a(x))
 
 
-def test_sparse_buffers_and_batches_are_refused_with_their_names() -> None:
-    assert "its buffer adjacency has the layout torch.sparse_coo" in refused(Graph, row)
-    assert "the batch holds a tensor of the layout torch.sparse_coo" in refused(
-        linear, lambda: torch.eye(4).to_sparse()
-    )
-
-
-def test_a_parameter_that_forward_overwrites_is_refused_with_its_name() -> None:
-    said = refused(
-        lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 2)),
-        lambda: torch.randint(9, (2, 3)),
-    )
-    assert "forward overwrites the parameter 0.weight" in said
-
-
 class Counting(nn.Module):
     """Divides by the number of steps so far, which is 0 only before the first one."""
 
@@ -183,12 +148,6 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps.add_(1)
         return self.a(x) / float(self.steps)
-
-
-def test_a_value_from_the_time_of_building_is_not_baked_in() -> None:
-    said = refused(Counting, row)
-    assert "float(self.steps)" in said
-    assert re.search(r"test_refusals\.py:\d+", said)
 
 
 def test_a_batch_norm_that_averages_over_all_batches_is_refused() -> None:
@@ -211,11 +170,6 @@ class Stack(nn.Module):
         return self.layers(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
 
 
-def test_a_mask_of_which_torch_asks_whether_it_is_causal_is_refused_with_the_call() -> None:
-    said = refused(Stack, lambda: torch.randn(2, 3, 4))
-    assert "self.layers(x, x, tgt_mask=" in said
-
-
 class Density(nn.Module):
     """Returns an object with a tensor in it."""
 
@@ -228,17 +182,6 @@ class Density(nn.Module):
         return y, torch.distributions.Normal(y, 1.0, validate_args=False)
 
 
-def test_an_output_that_hides_its_tensors_is_refused() -> None:
-    said = refused(Density, row, lambda out: out[0].sum() - out[1].log_prob(torch.zeros(2, 4)).sum())
-    assert "returns a Normal, in which nobody finds its tensors" in said
-
-
-def test_a_nested_tensor_in_a_batch_is_named() -> None:
-    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
-    with pytest.raises(SpecError, match=r"holds a nested tensor.*pad it"):
-        trace(nn.Linear(4, 4), (rows,), loss=lambda y: y.values().sum())
-
-
 class Results(dict[str, Any]):
     """A mapping that torch's trees do not know."""
 
@@ -248,9 +191,61 @@ class Named(nn.Linear):
         return [Results(out=super().forward(x))]
 
 
-def test_an_output_in_a_mapping_of_another_class_is_refused_as_such() -> None:
-    said = refused(lambda: Named(4, 4), row, lambda out: out[0]["out"].sum())
-    assert "returns a Results, in which nobody finds its tensors" in said
+class Factors(nn.Module):
+    """Two linear-algebra ops that check for errors, one of them with several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 9), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).view(-1, 3, 3)
+        s = h @ h.mT + torch.eye(3)
+        values, _vectors = torch.linalg.eigh(s)
+        return self.b(torch.linalg.cholesky(s).diagonal(dim1=-1, dim2=-2).exp() + values)
+
+
+def wishart(y: torch.Tensor) -> torch.Tensor:
+    df = 5 + y.exp().sum()
+    return torch.distributions.Wishart(df, covariance_matrix=torch.eye(3)).entropy()
+
+
+LINE = r"test_refusals\.py:\d+"
+HIDDEN = "in which nobody finds its tensors"
+REFUSED: dict[str, tuple[Any, Any, Any, str]] = {  # a model, a batch, a loss, and what the refusal says
+    "compiled": (lambda: torch.compile(linear(), backend="eager"), row, None, "it was compiled by torch.compile"),
+    "compiled inside": (compiled, row, None, "its module 0 was compiled by torch.compile"),
+    "scripted": (scripted, row, None, "TorchScript"),
+    "asks for the compiler": (lambda: Asks(4, 4), row, None, rf"whether it is compiled \(.*{LINE}, in forward\)"),
+    "prints": (lambda: Prints(4, 4), row, None, r"print\("),
+    "sparse gradient": (Lookup, words, None, "makes a tensor of the layout torch.sparse_coo"),
+    "sparse buffer": (Graph, row, None, "its buffer adjacency has the layout torch.sparse_coo"),
+    "sparse batch": (linear, lambda: torch.eye(4).to_sparse(), None, "the batch holds .* layout torch.sparse_coo"),
+    "overwritten parameter": (
+        lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 2)),
+        words, None, "forward overwrites the parameter 0.weight",
+    ),
+    "a value from the time of building": (Counting, row, None, rf"(?s){LINE}.*float\(self\.steps\)"),
+    "a mask that torch asks": (Stack, lambda: torch.randn(2, 3, 4), None, r"self\.layers\(x, x, tgt_mask="),
+    "hidden tensors": (
+        Density, row, lambda out: out[0].sum() - out[1].log_prob(torch.zeros(2, 4)).sum(), f"a Normal, {HIDDEN}",
+    ),
+    "another mapping": (lambda: Named(4, 4), row, lambda out: out[0]["out"].sum(), f"a Results, {HIDDEN}"),
+    "an op with an effect": (Factors, lambda: (row(), torch.randn(2, 2)), functional.mse_loss, "by tokens"),
+    "a distribution that branches": (linear, row, wishart, "validate_args=False"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("checked_distributions")
+@pytest.mark.parametrize(("model", "batch", "loss", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_no_plan_can_hold_is_refused(model: Any, batch: Any, loss: Any, said: str) -> None:
+    assert re.search(said, refused(model, batch, loss))
+
+
+def test_a_nested_tensor_in_a_batch_is_named() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(SpecError, match=r"holds a nested tensor.*pad it"):
+        trace(nn.Linear(4, 4), (rows,), loss=lambda y: y.values().sum())
 
 
 def test_copies_of_a_model_with_counters_can_be_made_on_fake_tensors() -> None:
@@ -275,33 +270,14 @@ class Sampler(nn.Module):
         return self.b(torch.distributions.Normal(mean, width.exp()).rsample())
 
 
-class Factors(nn.Module):
-    """Two linear-algebra ops that check for errors, one of them with several outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 9), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.a(x).view(-1, 3, 3)
-        s = h @ h.mT + torch.eye(3)
-        values, _vectors = torch.linalg.eigh(s)
-        return self.b(torch.linalg.cholesky(s).diagonal(dim1=-1, dim2=-2).exp() + values)
-
-
 @pytest.fixture
 def checked_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile switches these checks off for the whole process when it is first called."""
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
 
 
-@pytest.mark.parametrize("kind", [Sampler])
-def test_these_train_to_the_same_bits(kind: type[nn.Module]) -> None:
-    def make() -> tuple[Any, ...]:
-        model = kind()
-        return model, (row(), torch.randn(2, 3 if kind is Sampler else 2)), functional.mse_loss, None
-
-    build = build_of(make)
+def test_a_sampler_trains_to_the_same_bits() -> None:
+    build = build_of(lambda: (Sampler(), (row(), torch.randn(2, 3)), functional.mse_loss, None))
     trace = recorded(build).trace
     for actions in (recompute_all(Problem(trace)), random_actions(trace, random.Random(1))):
         outcome = verify(build, plan_of(trace, *actions), steps=2)
@@ -340,10 +316,6 @@ def test_recurrent_layers_keep_the_dropout_between_them(kind: type[nn.Module], b
     assert outcome.equal, outcome.first_difference
 
 
-def test_an_op_that_does_something_beside_its_outputs_is_refused() -> None:
-    assert "by tokens" in refused(Factors, lambda: (row(), torch.randn(2, 2)), functional.mse_loss)
-
-
 @pytest.mark.parametrize("create_graph", [True, False])
 def test_a_loss_that_takes_a_gradient_through_the_model(create_graph: bool) -> None:
     x = row().requires_grad_()
@@ -366,13 +338,3 @@ def test_what_distributions_in_a_loss_check_counts() -> None:
     checks = [t for t in with_checks.ops.target if t == "aten._is_all_true.default"]
     assert len(checks) == 3  # the mean, the width, the value
     assert not {*checks} & {*without.ops.target}
-
-
-@pytest.mark.usefixtures("checked_distributions")
-def test_a_loss_whose_distribution_branches_is_told_how_to_do_without() -> None:
-    def loss(y: torch.Tensor) -> torch.Tensor:
-        df = 5 + y.exp().sum()
-        return torch.distributions.Wishart(df, covariance_matrix=torch.eye(3)).entropy()
-
-    said = refused(linear, row, loss)
-    assert "validate_args=False" in said

@@ -210,15 +210,9 @@ def test_a_head_whose_rows_depend_on_each_other_is_none(loss: Callable[..., torc
     assert trace(Net(loss), batch()).meta.stretches == ()
 
 
-def test_a_loss_of_the_logits_as_well_is_none() -> None:
-    model = Net(lambda x, t, w: flat(x, t))
-    of = trace(model, batch(), loss=lambda out: out["loss"] + out["logits"].pow(2).mean())
-    assert of.meta.stretches == ()
-
-
-def test_code_around_the_model_that_reads_the_logits_keeps_them() -> None:
-    model = Net(lambda x, t, w: flat(x, t))
-    of = trace(model, batch(), loss=lambda out: out["loss"] + 0 * out["logits"].detach().mean())
+@pytest.mark.parametrize("reads", [lambda x: x.pow(2).mean(), lambda x: 0 * x.detach().mean()])
+def test_a_loss_around_the_model_that_reads_the_logits_keeps_them(reads: Callable[..., Any]) -> None:
+    of = trace(HEADS["mean"](), batch(), loss=lambda out: out["loss"] + reads(out["logits"]))
     assert of.meta.stretches == ()
 
 
@@ -296,20 +290,14 @@ def test_gradients_of_blocks_are_those_of_the_untouched_step(block: str, number:
             assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
 
 
-def layers() -> tuple[Any, Any, Any, Any]:
-    """MLPs at a size at which they decide the peak."""
+def layers(gated: bool = False) -> tuple[Any, Any, Any, Any]:
+    """MLPs at a size at which they decide the peak; `gated`: with gate and rest by one matrix."""
     torch.manual_seed(0)
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 4 * 96), nn.GELU(), nn.Linear(4 * 96, WIDTH))
 
-    return Blocks(make), torch.randn(16, 48, WIDTH), None, None
-
-
-def gates() -> tuple[Any, Any, Any, Any]:
-    """MLPs with gate and rest by one matrix, at a size at which they decide the peak."""
-    torch.manual_seed(0)
-    return Blocks(FusedGate), torch.randn(16, 48, WIDTH), None, None
+    return Blocks(FusedGate if gated else make), torch.randn(16, 48, WIDTH), None, None
 
 
 def wide() -> tuple[Any, Any, Any, Any]:
@@ -323,7 +311,6 @@ def wide() -> tuple[Any, Any, Any, Any]:
 
 SPEC = f"{Path(__file__).resolve()}:wide"
 LAYERS = f"{Path(__file__).resolve()}:layers"
-GATES = f"{Path(__file__).resolve()}:gates"
 
 
 def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
@@ -346,7 +333,7 @@ def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
 def test_the_peak_of_a_gate_and_the_rest_by_one_matrix_is_predicted(
     measurer: Measurer, tmp_path: Path
 ) -> None:
-    spec = load_spec(GATES, {})
+    spec = load_spec(LAYERS, {"gated": True})
     of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
     plan = in_tiles(of, 5)
     assert len(plan.rewrites) == 2
