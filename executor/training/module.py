@@ -103,7 +103,7 @@ class Planned:
     def aside(self) -> Iterator[None]:
         """In the body the module has its own forward alone: as it was before the plan."""
         mine = vars(self.module)
-        there = {name: mine.pop(name) for name in ("forward", COMPILED) if name in mine}
+        there = {name: mine.pop(name) for name in (STATE, "forward", COMPILED, "receipt") if name in mine}
         if self.own is not None:
             mine["forward"] = self.own
         try:

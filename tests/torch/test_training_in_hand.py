@@ -29,6 +29,7 @@ import executor.backend as module_module  # noqa: E402
 import tracer.capture.capture as capture_module  # noqa: E402
 import tracer.record.sketch as sketches  # noqa: E402
 from executor import apply_plan, fit, remove_plan, unplanned  # noqa: E402
+from executor.frameworks.first_batch import FirstBatchCallback  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
@@ -116,6 +117,19 @@ def test_in_place_it_is_the_very_object_until_the_plan_is_removed(plan: Plan) ->
     same_training(eager, model)
     with pytest.raises(PlanError, match="has no plan; apply_plan gives it one"):
         remove_plan(model)
+
+
+def test_a_module_that_is_planned_at_its_first_call() -> None:
+    """By what the callbacks of frameworks share."""
+    eager, model = twins()
+    chosen = FirstBatchCallback(budget="80%", seconds=1, say=lambda text: None)
+    chosen.begin(model, None, {})
+    assert chosen.awaits(model)
+    same_training(eager, model)
+    chosen.end(model)
+    assert (chosen.receipt.planned_steps, chosen.receipt.unplanned_steps) == (3, 0)
+    assert chosen.receipt.plan.actions
+    assert vars(model).keys() == vars(eager).keys()
 
 
 def test_a_second_plan_replaces_the_first(plan: Plan) -> None:
