@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from executor.matching import check_figures, trace_of
 from traces.errors import PlanError, SpecError, is_out_of_memory
-from traces.files.json_records import from_json
+from traces.files import from_json
 from traces.isolated import run_fresh
 from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
 from traces.records.measurement import RunFigures, Verification, steady

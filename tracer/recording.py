@@ -22,7 +22,7 @@ from tracer.step.step import BuildStep
 from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import TraceError
-from traces.files.whole import check_writable
+from traces.files import check_writable
 from traces.provenance import REHEARSED, provenance_of
 from traces.records import device_profile as store
 from traces.records.device_profile import DeviceProfile, Identity

@@ -19,7 +19,7 @@ from typing import Any, Final
 import click
 
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
-from traces.files.whole import check_writable
+from traces.files import check_writable
 
 # Module -> package.
 PAGE_NEEDS: Final = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}

@@ -15,7 +15,7 @@ import msgspec
 from simulator.core.limits import check_budget
 from simulator.planners import DEFAULT, REGISTRY
 from traces.errors import LowtideError, SpecError
-from traces.files.json_records import canonical_json, from_json, to_json
+from traces.files import canonical_json, from_json, to_json
 from traces.model_spec import short_name, split_reference
 
 PACKAGED: Final = Path(__file__).resolve().parent

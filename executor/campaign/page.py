@@ -12,7 +12,7 @@ from executor.campaign.run import Book, Result
 from simulator.report.page import Page, Section, Text, paragraphs, warned, write_page
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from traces.errors import SpecError
-from traces.files.json_records import to_json
+from traces.files import to_json
 from traces.provenance import MEASURED_CUDA, REHEARSED
 
 SLOWDOWN: Final = "slow-down"

@@ -13,7 +13,7 @@ from executor.measuring import JobResult
 from executor.plans import Outcome, Settings, measure_plan
 from simulator import api
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
-from traces.files.json_records import Form, JsonRecord, to_json
+from traces.files import Form, JsonRecord, to_json
 from traces.isolated import run_fresh
 from traces.provenance import REHEARSED
 from traces.records import store

@@ -161,7 +161,7 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
     """Write PLAN as selective checkpointing, and predict the peak of that and of every n-th layer checkpointed."""
     from executor.exports import exports
     from executor.matching import check_trusted
-    from traces.files.whole import write_text
+    from traces.files import write_text
     from traces.records.plan import Plan
 
     given = Plan.load(plan)

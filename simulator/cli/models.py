@@ -113,8 +113,7 @@ def max_batch_command(
     from simulator.allocator.device import CPU
     from simulator.studies.max_batch import max_batch
     from traces.devices import device
-    from traces.files.json_records import canonical_json
-    from traces.files.whole import write_text
+    from traces.files import canonical_json, write_text
 
     words_for_trace(model, trace_words, "--target")  # which --gpu decides
     if words["reserve"] is None and words["gpu"] is not None and device(words["gpu"]).kind != CPU:

@@ -21,7 +21,7 @@ from simulator.cli.options import (
 )
 from traces.commands import Output, Refused
 from traces.errors import SpecError
-from traces.files.whole import check_writable
+from traces.files import check_writable
 
 if TYPE_CHECKING:
     from simulator.prediction.ask import Answer

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 from simulator.show.tables import Cell, Table
 from traces.errors import EnvironmentProblem
-from traces.files.whole import write_text
+from traces.files import write_text
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 

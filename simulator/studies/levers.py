@@ -16,7 +16,7 @@ from simulator.prediction.levers import Changed, climb, floor_of, ladders
 from simulator.show.tables import table
 from simulator.studies.rows import Study
 from traces.errors import SpecError
-from traces.files.json_records import to_json
+from traces.files import to_json
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Rewrite
 
 

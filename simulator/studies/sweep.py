@@ -19,7 +19,7 @@ from simulator.show.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.rows import columns
 from simulator.studies.tracing import Traced
 from traces.errors import TraceError
-from traces.files.json_records import Form, JsonRecord
+from traces.files import Form, JsonRecord
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, PredictionWarning
 from traces.records.trace import PARAMETER, Trace

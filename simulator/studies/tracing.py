@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from simulator.prediction.ask import Say
 from traces.errors import LowtideError, TraceError
-from traces.files.json_records import canonical_json, read_json
-from traces.files.whole import write_text
+from traces.files import canonical_json, read_json, write_text
 from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
 from traces.records.store import load

@@ -14,7 +14,7 @@ from executor.campaign.run import Book
 from simulator.studies.sweep import Sweep
 from traces.commands import print_json
 from traces.errors import LowtideError
-from traces.files.json_records import from_json, to_json
+from traces.files import from_json, to_json
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
 from traces.records.store import GALLERY

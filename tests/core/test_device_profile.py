@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import traces.files.json_records
+import traces.files
 from traces.errors import TraceError
 from traces.records import device_profile as store
 from traces.records.device_profile import DeviceProfile, Entry, Identity, LibraryWorkspace
@@ -115,7 +115,7 @@ def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(traces.files.json_records, "canonical_json", fail)
+    monkeypatch.setattr(traces.files, "canonical_json", fail)
     with pytest.raises(KeyboardInterrupt):
         profile(a=entry(8)).save(path)
     assert path.read_bytes() == before

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from traces.files.whole import check_writable, replacing, write_text
+from traces.files import check_writable, replacing, write_text
 
 
 def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from simulator.studies.pareto import _coarse_to_fine
 from tests import tiny
 from traces.commands import echo
 from traces.errors import PlanError, SpecError
-from traces.files.whole import directory_beside, write_text
+from traces.files import directory_beside, write_text
 from traces.records.plan import Plan
 
 SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}

@@ -24,8 +24,7 @@ from tracer.step.optimizers import optimizer_tensors
 from tracer.step.step import load_spec
 from tracer.torch_api import init_gpu_context
 from traces.errors import LowtideError, SpecError
-from traces.files.json_records import to_json
-from traces.files.whole import replacing
+from traces.files import replacing, to_json
 
 
 def do(

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, Final
 
-from traces.files.json_records import to_json
+from traces.files import to_json
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures, steady
 from traces.records.plan import PredictionWarning

@@ -16,7 +16,7 @@ from tracer.rehearsal.driver import driver_environment, find_cuda_torch
 from tracer.rehearsal.record import Rehearsal
 from traces.devices import CONTEXT_BYTES, Device, device
 from traces.errors import SpecError
-from traces.files.json_records import from_json
+from traces.files import from_json
 from traces.isolated import run_fresh
 from traces.model_spec import DEFAULT_FUNCTION, source_file
 from traces.processes import ending_with_this

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from traces.errors import TraceError
-from traces.files.json_records import Form, JsonRecord, from_json
+from traces.files import Form, JsonRecord, from_json
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from traces.errors import PlanError
-from traces.files.json_records import Form, JsonRecord
+from traces.files import Form, JsonRecord
 from traces.records.plan import Rewrite
 
 COMMAND = "execute errors TRACE -o errors.json"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeVar
 
 from traces.errors import TraceError
-from traces.files.json_records import Form, JsonRecord
+from traces.files import Form, JsonRecord
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, REHEARSED
 from traces.records.plan import ALLOCATED
 

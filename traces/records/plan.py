@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from traces.errors import PlanError
-from traces.files.json_records import Form, JsonRecord, canonical_json, from_json, to_json
+from traces.files import Form, JsonRecord, canonical_json, from_json, to_json
 from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from traces.errors import TraceError
-from traces.files.whole import check_writable, directory_beside, umask
+from traces.files import check_writable, directory_beside, umask
 from traces.records.trace import (
     CATEGORIES,
     FLAG_NAMES,

@@ -17,7 +17,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any, Final
 
-from traces.files.json_records import from_json, to_json
+from traces.files import from_json, to_json
 from traces.units import show_bytes, show_time
 
 # How what an op makes grows with the tile.
