@@ -167,6 +167,8 @@ class Planned:
         return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # who took this for a function has bound it to the module, as Accelerate
+            args = args[1:]
         if self.removed:  # what wraps this has stayed behind
             return self._written()(*args, **kwargs)
         return self._forward(args, kwargs)
@@ -273,11 +275,6 @@ class Planned:
         kinds = [x.device.type for x in (*leaves, *self.module.parameters()) if isinstance(x, torch.Tensor)]
         now = ambient(kinds[0] if kinds else "cpu")
         self.amp = now.dtype
-        if now.dtype and not now.cache:
-            raise PlanError(
-                f"the call is under {now}, and a graph has autocast's cache of casts: leave cache_enabled=False out, "
-                "or call the model inside `with unplanned(model):`."
-            )
         plan = self.compiler.plan
         if plan is not None and plan.ahead_bytes and not self.planned and kinds and kinds[0] == "cuda":
             torch.empty(plan.ahead_bytes, dtype=torch.uint8, device="cuda")

@@ -21,9 +21,8 @@ from tracer.torch_api import enter_autocast, replaced
 @contextlib.contextmanager
 def casts_cached(graph: fx.GraphModule, kind: str) -> Iterator[None]:
     """In the body the graph that dynamo captured casts its inputs as eager does, whenever it is interpreted."""
-    if not torch.is_autocast_enabled(kind) and not graph.graph.find_nodes(
-        op="call_function", target=enter_autocast
-    ):
+    around = torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()
+    if not around and not graph.graph.find_nodes(op="call_function", target=enter_autocast):
         yield
         return
     leaves: dict[int, torch.Tensor] = {}  # inputs, while the graph is interpreted

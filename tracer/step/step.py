@@ -145,7 +145,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
         step = joined(step)
     return replace(
         step,
-        autocast=Autocast(dtype=dtype, kind=kind),
+        autocast=Autocast(dtype=dtype, kind=kind, cache=torch.is_autocast_cache_enabled()),
         scaler=scaler,
         options={**step.options, **policy},
         loop=loop,
