@@ -33,6 +33,7 @@ class FirstBatchCallback:
         budget_of: str | None = None,
         loss: Callable[[Any], Any] | None = None,
         on_mismatch: str = REPLAN,
+        parts: bool = False,
         seconds: float = DEFAULTS.seconds,
         say: Say = on_stderr,
     ) -> None:
@@ -45,6 +46,7 @@ class FirstBatchCallback:
                 `compute_loss_func`, a `training_step`): what decides which outputs are differentiated and what the
                 loss code allocates; None: all outputs are, and nothing.
             on_mismatch: what to do with a batch that the plan is not for; as in `executor.apply_plan`.
+            parts: plan what lies between graph breaks to its share of the budget, as in `executor.fit`.
             seconds: of the search for a plan.
             say: told what happens, a line each time.
 
@@ -57,7 +59,7 @@ class FirstBatchCallback:
             raise SpecError("PlanCallback takes a budget or a plan.")
         self.plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
         self.budget, self.budget_of, self.seconds = budget, budget_of, seconds
-        self.loss, self.on_mismatch, self.say = loss, on_mismatch, say
+        self.loss, self.on_mismatch, self.parts, self.say = loss, on_mismatch, parts, say
         self.receipt: Any = None  # what happened, once training has ended
 
     def begin(
@@ -71,6 +73,11 @@ class FirstBatchCallback:
         `loop_around` says; the loss is for where none was given."""
         if self.plan is not None:
             install(module, compiler_of(self.plan, module, self.on_mismatch))
+            return
+        if self.parts:
+            install(
+                module, Compiler(budget=self.budget, parts=True, on_mismatch=self.on_mismatch, say=self.say)
+            )
             return
         wanted = Wanted(
             budget=self.budget or "100%",

@@ -167,7 +167,9 @@ class Planned:
         return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:  # who took this for a function has bound it to the module, as Accelerate
+        if (
+            args and args[0] is self.module
+        ):  # who took this for a function has bound it to the module, as Accelerate
             args = args[1:]
         if self.removed:  # what wraps this has stayed behind
             return self._written()(*args, **kwargs)
