@@ -190,6 +190,7 @@ def test_the_ops_keep_what_they_say_to_torch() -> None:
         torch.library.opcheck(ops.backward_from_output, arguments, test_utils=checks)
 
 
+@pytest.mark.slow
 def test_compiled_and_eager_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (1 << 16, (1 << 16) + 24, (1 << 16) + 5):
         x, grad = torch.randn(n), torch.randn(n)
