@@ -167,10 +167,8 @@ class Planned:
         return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            args and args[0] is self.module
-        ):  # who took this for a function has bound it to the module, as Accelerate
-            args = args[1:]
+        if args and args[0] is self.module:
+            args = args[1:]  # Accelerate's unwrapping binds it as a function
         if self.removed:  # what wraps this has stayed behind
             return self._written()(*args, **kwargs)
         return self._forward(args, kwargs)
