@@ -146,9 +146,8 @@ def joint_of(
         if of_output in descriptors:
             n.meta["tangent_of"] = number[outputs[descriptors.index(of_output)]].number
     _check_held(inputs, grads)
-    written = {n for n, _ in mutations} | {
-        copies[n] for n in holders for d in descriptors if _mutated(d, n.meta.get("desc"))
-    }
+    overwritten = {d.mutated_input for d in descriptors if hasattr(d, "mutated_input")}
+    written = {n for n, _ in mutations} | {copies[n] for n in holders if n.meta.get("desc") in overwritten}
     _check_written(written, grads)
     of = [
         tuple(None if n.meta[PLACE] is None else grads[n.meta[PLACE]] for n in group)
@@ -200,11 +199,6 @@ def _check_held(inputs: Sequence[Input], grads: Sequence[Any]) -> None:
                 "parameter of the model (a parameter or module in a list, say), so it would get none. Register it "
                 "(nn.Parameter, nn.ModuleList), or give it requires_grad_(False)."
             )
-
-
-def _mutated(output: Any, given: Any) -> bool:
-    """True if an output is the new value of an input, by their descriptors."""
-    return given is not None and getattr(output, "mutated_input", None) == given
 
 
 def _check_written(written: Collection[fx.Node], grads: Sequence[Any]) -> None:
