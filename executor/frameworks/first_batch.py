@@ -46,7 +46,8 @@ class FirstBatchCallback:
                 `compute_loss_func`, a `training_step`): what decides which outputs are differentiated and what the
                 loss code allocates; None: all outputs are, and nothing.
             on_mismatch: what to do with a batch that the plan is not for; as in `executor.apply_plan`.
-            parts: plan what lies between graph breaks to its share of the budget, as in `executor.fit`.
+            parts: plan what lies between graph breaks to its share of the budget, as in `executor.fit`; with a plan, as
+                in `executor.apply_plan`. `budget_of` and `loss` then decide nothing.
             seconds: of the search for a plan.
             say: told what happens, a line each time.
 
@@ -72,12 +73,11 @@ class FirstBatchCallback:
         """Let a module be planned at its first training call, in a loop with this optimizer, which else does what
         `loop_around` says; the loss is for where none was given."""
         if self.plan is not None:
-            install(module, compiler_of(self.plan, module, self.on_mismatch))
+            install(module, compiler_of(self.plan, module, self.on_mismatch, self.parts))
             return
         if self.parts:
-            install(
-                module, Compiler(budget=self.budget, parts=True, on_mismatch=self.on_mismatch, say=self.say)
-            )
+            within: dict[str, Any] = {"budget": self.budget, "seconds": self.seconds, "say": self.say}
+            install(module, Compiler(parts=True, on_mismatch=self.on_mismatch, **within))
             return
         wanted = Wanted(
             budget=self.budget or "100%",

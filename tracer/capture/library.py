@@ -29,18 +29,18 @@ def library_code() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """In the body, a call that torch.compile may capture finds what `true_results` says. Transformers takes
-     positions that a model makes itself for those of one sequence, as they are: it looks into them for packed
-    sequences, and where it cannot, in a graph, masks for any.
+    """In the body, a call that torch.compile may capture finds what `true_results` and `_checks_as_ops` say.
+    Transformers takes positions that a model makes itself for those of one sequence, as they are: it looks into them
+    for packed sequences, and where it cannot, in a graph, masks for any.
 
     Threads may be in the body together.
 
     Args:
         kwargs: of the call; positions among them are the user's, and may be of packed sequences.
     """
-    both = [_results, _checks] + [_positions] * ("position_ids" not in kwargs)
+    contexts = [_results, _checks, *([_positions] if "position_ids" not in kwargs else [])]
     with contextlib.ExitStack() as stack:
-        for shared in both:
+        for shared in contexts:
             stack.enter_context(shared.body())
         yield
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -13,13 +12,12 @@ from torch import fx, nn
 
 from tracer.step.loop import TrainingStep
 from tracer.step.release import needs_closure
-from tracer.step.user_errors import first_line, is_data_dependent, on_data, user_line
+from tracer.step.user_errors import first_line, is_data_dependent, is_library, on_data, user_line
 from tracer.torch_api import BackendCompilerFailed, TorchDynamoException, TracingContext
 from traces.errors import CaptureError, LowtideError, OptimizerError
 
 BATCH_NORM: Final = nn.functional.batch_norm
 ASKS: Final = {"is_compiling", "is_dynamo_compiling"}  # of torch.compiler
-LIBRARIES: Final = {"site-packages", "dist-packages"}  # who asks there answers for both ways
 
 
 def check_capturable(model: nn.Module) -> None:
@@ -135,7 +133,7 @@ def check_graph(module: fx.GraphModule) -> None:
     that is data; a batch norm that `torch.utils.checkpoint` runs twice, and so updates its statistics twice; a question
     of the user's own whether the code is compiled."""
     for code in TracingContext.get_traced_code() or ():
-        if not ASKS.isdisjoint(code.co_names) and not LIBRARIES.intersection(Path(code.co_filename).parts):
+        if not ASKS.isdisjoint(code.co_names) and not is_library(code.co_filename):  # which answers for both
             raise CaptureError(
                 f"the model asks torch whether it is compiled ({code.co_filename}:{code.co_firstlineno}, in "
                 f"{code.co_name}), and may be another model then than the one that trains in eager. Leave the question "

@@ -168,12 +168,10 @@ class EagerRecorder(TorchDispatchMode):
             self._watched[key[1]] -= 1
             if not self._watched[key[1]]:
                 del self._watched[key[1]]
-                if (
-                    key[1] in self._there
-                ):  # what stood for an output that is a parameter's is gone, and not that
-                    continue
-                gone.add(key[1])
-                self.died_after[key[1]] = len(self.rows) - 1
+                # What stands for an output that is a parameter's goes, and the parameter does not.
+                if key[1] not in self._there:
+                    gone.add(key[1])
+                    self.died_after[key[1]] = len(self.rows) - 1
         if gone:  # the addresses may come back for other storages
             self._ids = {k: s for k, s in self._ids.items() if s not in gone}
 

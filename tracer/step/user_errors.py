@@ -34,6 +34,11 @@ def is_foreign(file: str) -> bool:
     return file.startswith(("<", *_FOREIGN))
 
 
+def is_library(file: str) -> bool:
+    """Return whether code of this file is of something installed: torch, wherever it lies, or any other package."""
+    return file.startswith(_FOREIGN) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
 def is_data_dependent(error: BaseException) -> bool:
     return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error).lower()
 
