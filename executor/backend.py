@@ -30,11 +30,11 @@ from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN
 from tracer.capture.compiling import SETTINGS, differentiable
 from tracer.costs.cost import Costs
-from tracer.costs.profiles import board_of
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes
 from tracer.step.user_errors import user_line
 from tracer.torch_api import dynamo_config, one_at_a_time
+from traces.devices import board_of
 from traces.devices import device as device_entry
 from traces.errors import LowtideError, PlanError, SpecError
 from traces.records.plan import ALLOCATED, Action, Plan

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from simulator.core.problem import Problem
 from simulator.planners.segments import block_paths
-from tracer.costs.profiles import board_of
 from tracer.measure.untouched import untouched_loop
 from tracer.record.step import recorded_again
 from tracer.rehearsal import run_on_null_driver
 from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep, load_spec
+from traces.devices import board_of
 from traces.devices import device as device_entry
 from traces.errors import PlanError
 from traces.provenance import rehearsing

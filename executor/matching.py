@@ -66,7 +66,7 @@ def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
     (fake). Ignores: which CPU it is, since the table has one entry for all of them. `gpu`: the GPU's name as the driver
     gives it.
     """
-    from tracer.costs.profiles import board_of
+    from traces.devices import board_of
 
     if device.startswith("cpu"):
         return meta.target.lower() == "cpu"

@@ -85,8 +85,8 @@ def _texts(m: Measurement, meta: TraceMeta) -> Iterator[Text]:
         yield Text(f"The plan's times are for {target}, and {where}", "note")
     elif meta.mode != "real":
         yield Text(
-            f"The predicted times are those of a trace that was not run: a roofline's estimates for {target}, but for "
-            "the ops that a device profile knows. Their error says nothing about the memory.",
+            f"The predicted times are those of a trace that was not run: a roofline's estimates for {target}. Their "
+            "error says nothing about the memory.",
             "warning",
         )
     yield from warned(f"Beside the prediction: {text}" for text in m.warnings)

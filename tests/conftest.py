@@ -23,7 +23,7 @@ gc.disable()
 settings.register_profile("lowtide", deadline=None)
 settings.load_profile("lowtide")
 
-# What tests measure stays out of the user's own device profiles, and these out of the tests.
+# What tests keep stays out of the user's own cache, and that out of the tests.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 # Threads of several processes that wait for work by spinning would take the cores from each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

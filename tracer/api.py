@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict, TypeVar, Unpack
 
 from tracer.step.loop_options import LOOP_OPTIONS
 from tracer.step.step import BuildStep, check_device, load_spec
@@ -60,8 +60,7 @@ def _names_arguments(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except LowtideError as error:
-            text = str(error).replace("--no-profile", "profile=False")
-            error.args = (re.sub(rf"--({names})\b", lambda m: m[1].replace("-", "_"), text),)
+            error.args = (re.sub(rf"--({names})\b", lambda m: m[1].replace("-", "_"), str(error)),)
             raise
 
     return call
@@ -84,7 +83,6 @@ def trace(
     scaler: torch.amp.GradScaler | None = None,
     tf32: bool | None = None,
     seed: int = 0,
-    profile: str | Path | Literal[False] | None = None,
     rounds: int = 5,
     warmup: int = 2,
     say: Callable[[str], None] | None = None,
@@ -116,7 +114,6 @@ def trace(
         scaler: of a module, the scaler of float16; None: one with torch's settings.
         tf32: whether float32 is computed as TF32 on CUDA; None: torch's own setting.
         seed: of Python's and torch's random generators while the step is built and measured.
-        profile: the file of the device profile to use and to fill; None: the user's own; False: none.
         rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
         say: told what happens, a line each time.
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
@@ -132,7 +129,7 @@ def trace(
     Raises:
         SpecError: an unknown name, option or device, options that exclude one another, or an object of the wrong kind.
         CaptureError: the step could not be captured as a graph; names the op and the line.
-        TraceError: the device profile that was named is none, or is of another device.
+        TraceError: the real step ran other ops than the captured one (`device`).
         EnvironmentProblem: torch or a GPU is missing; OutOfMemoryProblem: there is too little memory (`device`).
     """
     tell = say or (lambda text: None)
@@ -155,24 +152,19 @@ def trace(
         objects = {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer, "scaler": scaler}
     if entry.kind == "cuda" and device is None:
         tell(f"Rehearsing {name} on {entry.name} ...")
-        request |= {"amp": amp, "tf32": tf32, "seed": seed, "profile": _path(profile), **options}
+        request |= {"amp": amp, "tf32": tf32, "seed": seed, **options}
         for found in _rehearsed([request], objects, entry, tell):
             return found
     if isinstance(model, str):  # a rehearsal builds it where it runs, and this process needs no torch
         build = load_spec(model, given, seed=seed)
     tell(f"Capturing {build.model} ...")
     with no_garbage():
-        from tracer.recording import ProfileUse, record_fake, record_real
+        from tracer.recording import record_fake, record_real
 
-    use = ProfileUse.of(profile)
     with left_as_found(tf32 is not None):
         if device is None:
-            return record_fake(build, entry, use, tell)
-        return record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup)
-
-
-def _path(profile: str | Path | Literal[False] | None) -> str | Literal[False] | None:
-    return str(Path(profile).absolute()) if profile else False if profile is False else None
+            return record_fake(build, entry, tell)
+        return record_real(build, entry, device, tell, rounds=rounds, warmup=warmup)
 
 
 def _rehearsed(
@@ -237,7 +229,6 @@ def trace_shapes(
     amp: str | None = None,
     tf32: bool | None = None,
     seed: int = 0,
-    profile: str | Path | Literal[False] | None = None,
     say: Callable[[str], None] | None = None,
     **options: Unpack[Options],
 ) -> None:
@@ -247,7 +238,7 @@ def trace_shapes(
         model: by its name, or "path/to/file.py:function".
         shapes: options with their sizes, such as {"seq_len": 512}, in order.
         each: told of each trace as it is made, by the place of its shape; a middle one comes first.
-        optimizer, target, amp, tf32, seed, profile, say, options: as for `trace`.
+        optimizer, target, amp, tf32, seed, say, options: as for `trace`.
 
     Raises:
         as `trace`, and SpecError: a size is given beside those of the shapes.
@@ -261,18 +252,18 @@ def trace_shapes(
     if entry.kind == "cuda":
         tell = say or (lambda text: None)
         tell(f"Rehearsing {len(shapes)} shapes of {model} on {entry.name} ...")
-        around_all = {"model": model, "seed": seed, "profile": _path(profile), **given}
+        around_all = {"model": model, "seed": seed, **given}
         found = _rehearsed([{**around_all, **sizes} for sizes in shapes], {}, entry, tell)
         for k, made in enumerate(found):
             each(k, made)
         if found:
             return
     with no_garbage():
-        from tracer.recording import ProfileUse, record_shapes
+        from tracer.recording import record_shapes
 
         builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
     with left_as_found(tf32 is not None):
-        record_shapes(builds, entry, ProfileUse.of(profile), each)
+        record_shapes(builds, entry, each)
 
 
 def _entry(target: str | None, device: str | None, *, tf32: bool | None) -> Device:

@@ -6,6 +6,7 @@ How much of the rates a real kernel reaches is the business of `tracer.costs.roo
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
@@ -22,6 +23,8 @@ LAUNCH_NS: Final = 4_000  # an eager op's launch; small kernels of a stream star
 # What the driver and the loaded libraries keep of a GPU beside torch's allocator. It is in none of torch's figures and
 # differs between GPUs, drivers and libraries: from 0.3 to over 1 GiB has been reported. Assumed, not measured here.
 CONTEXT_BYTES: Final = 512 * MIB
+# Words in a GPU's name that make it another board than the one of the plain name.
+OTHER_BOARDS: Final = frozenset({"ti", "super", "laptop", "max", "d", "mig", "nvl", "pcie"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,13 @@ def device(name: str) -> Device:
     close = [known[k].name for k in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise SpecError(f"device {name!r} is unknown; {hint}Known are {names}.")
+
+
+def board_of(name: str) -> str:
+    """The device table's entry for a GPU as the driver names it ("NVIDIA A100-SXM4-80GB" -> "A100-80"); "" if none."""
+    words = {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())}
+    known = () if words & OTHER_BOARDS else (d.name for d in devices() if d.kind == "cuda")
+    return next((board for board in known if set(board.lower().split("-")) <= words), "")
 
 
 def architecture(gpu: Device) -> Architecture:

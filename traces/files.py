@@ -192,3 +192,9 @@ class JsonRecord:
             return cls.from_json(data)
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise refused(f"malformed {form.name} ({problem})") from None
+
+
+def cache_directory() -> Path:
+    """Where what is made once is kept: $XDG_CACHE_HOME/lowtide, or ~/.cache/lowtide."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if root else Path.home() / ".cache") / "lowtide"

@@ -62,7 +62,7 @@ def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[s
     from tracer.api import trace
 
     how = {"rounds": method["rounds"], "warmup": method["trace_warmup"], "seed": method["seed"]}
-    made = trace(case["model"], device=method["device"], profile=False, **how, **case["options"])
+    made = trace(case["model"], device=method["device"], **how, **case["options"])
     store.save(made, path, force=True)
     return {}
 

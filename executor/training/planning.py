@@ -17,12 +17,12 @@ from executor.backend import Say
 from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
-from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
-from tracer.recording import ProfileUse, record_fake
+from tracer.recording import record_fake
 from tracer.step.batch import loss_in_outputs
 from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
+from traces.devices import board_of
 from traces.devices import device as device_entry
 from traces.errors import SpecError
 from traces.provenance import alloc_conf
@@ -72,7 +72,7 @@ def record(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False):
-        return step, record_fake(step, target, ProfileUse(), device=str(where))
+        return step, record_fake(step, target, device=str(where))
 
 
 def plan_within(trace: Trace, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:

@@ -161,7 +161,7 @@ def over_shapes(
         if sizes == shapes.largest and (runs != PLAN or peak != planned_peak):
             raise TraceError(
                 f"recorded again at {in_words(sizes)}, the step needs {show_bytes(peak)} with this plan, and by "
-                f"the trace {show_bytes(planned_peak)}: they were recorded with other versions or device profiles. "
+                f"the trace {show_bytes(planned_peak)}: they were recorded with other versions. "
                 "Record the trace and its shapes again."
             )
         peaks.append(ShapePeak(sizes=sizes, runs=runs, peak_allocated_bytes=peak))

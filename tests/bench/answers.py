@@ -66,7 +66,7 @@ MAIN: Final = ("gallery/resnet152", "gallery/bert-base")
 MAIN_BUDGETS: Final = ("90%", "70%", "50%", "30%", "20%")
 BUDGETS: Final = ("80%", "60%", "40%")
 QUICK_BUDGET: Final = "60%"
-FAKE: Final = ("--no-profile", "-q")  # no profile of this machine
+FAKE: Final = ("-q",)
 TRACED: Final = {
     "resnet18": "resnet18 --batch-size 4 --image-size 64 --target h200",
     "gpt2-tiny": "gpt2-tiny --batch-size 2 --seq-len 64 --target h200 --amp bfloat16",
@@ -74,11 +74,11 @@ TRACED: Final = {
 }
 SWEEP: Final = (
     "simulator sweep resnet18 --batch-sizes 64,128 --budget 80% --target h200 --image-size 64 "
-    "--no-profile --seconds 1 -o {out}/sweep --json -q"
+    "--seconds 1 -o {out}/sweep --json -q"
 )
 MAX_BATCH: Final = (
     "simulator max-batch bert-tiny --gpu h200 --device-memory 1536MiB --multiple-of 8 --max 48 --seq-len 64 "
-    "--no-profile --seconds 1 -o {out}/max --json -q"
+    "--seconds 1 -o {out}/max --json -q"
 )
 RECORDING: Final = ROOT / "tests" / "data" / "allocator" / "snapshot.pickle"
 ABOUT: Final = ("planner", "storage")  # keys that tell the entries of a list apart
@@ -191,7 +191,7 @@ def _without_trace() -> list[Row]:
 
 
 class Asker:
-    """Runs the commands of one checkout, one after the other, without the processor's clock and without profiles."""
+    """Runs the commands of one checkout, one after the other, without the processor's clock."""
 
     def __init__(self, root: Path, python: str, scratch: Path) -> None:
         self.python, self.scratch = python, scratch

@@ -97,7 +97,7 @@ def rows_of(model: str, gpu: str, amp: str, budgets: Sequence[str]) -> Iterator[
     """The untouched step of one model, and its planned ones."""
     options = {**MODELS.get(model, {}), **({"amp": amp} if amp else {})}
     key = {"model": model.rpartition(":")[2], "gpu": gpu, "amp": amp}
-    recorded = trace(model, target=gpu, profile=False, **options)
+    recorded = trace(model, target=gpu, **options)
     problem = Problem(recorded)
     predicted = api.simulate(problem)
     said = [w.code for w in warnings(predicted)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracer.costs.roofline import op_time_ns, uses_tf32
-from traces.devices import Device, device, devices
+from traces.devices import Device, board_of, device, devices
 from traces.errors import SpecError
 
 # 1 TFLOP/s and 1 GB/s, so that every figure below can be read off.
@@ -81,3 +81,26 @@ def test_the_table_is_plausible(entry: Device) -> None:
     assert entry.source
     # Between the peaks, the balance of flops to bytes: between 5 and 500 for float32.
     assert 5 < entry.flops_per_s["float32"] / entry.bandwidth_bytes_per_s < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "board"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", ""),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", ""),
+        ("Tesla T4", "T4"),
+        ("Some Other GPU", ""),
+        # The same chips at other clocks: whoever wants their figures nearly right names the entry.
+        ("NVIDIA A100 80GB PCIe", ""),
+        ("NVIDIA H100 NVL", ""),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", ""),
+        ("NVIDIA GH200 480GB", ""),
+    ],
+)
+def test_boards_by_the_driver_s_name(name: str, board: str) -> None:
+    assert board_of(name) == board

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tracer.costs.rows import LibraryWorkspace
 from tracer.measure.cuda_history import MARK_BYTES, OpWindow, read_history
 from traces.errors import TraceError
-from traces.records.device_profile import LibraryWorkspace
 
 
 def alloc(addr: int, size: int) -> list[dict[str, Any]]:

@@ -14,9 +14,8 @@ from executor.campaign.page import write_campaign
 from executor.campaign.run import Book, Result
 from executor.cli.main import execute
 from executor.plans import Settings, measure_sweep
-from traces.errors import SpecError, TraceError
+from traces.errors import SpecError
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, NAME, REHEARSED, alloc_conf, provenance_of
-from traces.records.device_profile import DeviceProfile, Identity
 from traces.records.measurement import Measurement, RunFigures
 
 MEMORY = RunFigures(peak_allocated_bytes=5, peak_block_bytes=6, peak_reserved_bytes=7)
@@ -59,13 +58,6 @@ def test_figures_of_a_gpu_that_is_not_there_are_memory_alone(more: dict[str, Any
     assert measurement().measured.step_time_ns is None
     with pytest.raises(ValueError, match=r"provenance|not there"):
         measurement(**more)
-
-
-def test_a_device_profile_takes_nothing_of_it(tmp_path: Path) -> None:
-    identity = Identity(device=f"H200{ABSENT}", kind="cuda", target="H200", torch_version="2.15.0", flags={})
-    path = DeviceProfile(identity=identity).save(tmp_path / "p.json")
-    with pytest.raises(TraceError, match="not there"):
-        DeviceProfile.load(path)
 
 
 def test_pages_and_sweeps_take_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from simulator.report.page import (
     paragraphs,
     render,
 )
-from simulator.report.step import activations, at_peak, provenance, recomputations
+from simulator.report.step import activations, at_peak, recomputations
 from simulator.show.tables import Cell, Table
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
@@ -356,13 +356,6 @@ def test_a_column_that_no_row_knows_is_left_out() -> None:
     assert made.columns == ("run", "peak", "op")
     assert [len(row) for row in made.rows] == [3, 3]
     assert (made.numbers, made.code, made.total) == (frozenset({1}), frozenset({2}), ("", "y", "z"))
-
-
-def test_times_from_a_profile_are_not_called_estimates() -> None:
-    trace = tiny.chain(2)
-    assert "Op times: roofline of" in provenance(trace)
-    known = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "rules": 4}))
-    assert "Op times: profile and roofline of" in provenance(known)
 
 
 def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> None:

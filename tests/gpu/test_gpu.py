@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.torch.conftest import call  # noqa: E402
-from tracer.costs.profiles import board_of  # noqa: E402
+from traces.devices import board_of  # noqa: E402
 from traces.provenance import MEASURED_CUDA, REHEARSED, rehearsing  # noqa: E402
 
 # A convnet, and transformers with and without dropout; small, so that all of it takes minutes.
@@ -33,7 +33,7 @@ def options(model: str) -> list[str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 def test_a_plan_is_exact_and_its_peak_as_predicted(model: str, tmp_path: Path) -> None:
-    call(tmp_path, "tracer", model, *options(model), "--device", "cuda", "--no-profile", "-o", "t")
+    call(tmp_path, "tracer", model, *options(model), "--device", "cuda", "-o", "t")
     planned = call(tmp_path, "simulator", "t", "--budget", "97%", "-o", "plan.json")
     assert planned["feasible"]
     done = call(

@@ -64,7 +64,6 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
     (tmp_path / "net.py").write_text(STEP)
     given = on_h100(tmp_path, "trace", "net.py:build", "--device", "cuda", "-o", "t", "-q")
     assert given.returncode == 0, given.stderr
-    assert not list(tmp_path.rglob("*torch*.profile.json"))  # a device profile
     peak = api.problem_of(tmp_path / "t").saved.timeline.peak_allocated_bytes
     with pytest.raises(Infeasible) as refused_budget:
         api.plan(tmp_path / "t", 1)

@@ -65,7 +65,7 @@ def test_predicted_is_rehearsed_in_bfloat16(model: str) -> None:
 
 
 def check(model: str, options: dict[str, Any], recorded: Trace | None = None) -> None:
-    recorded = recorded or trace(model, target=GPU, profile=False, **options)
+    recorded = recorded or trace(model, target=GPU, **options)
     predicted = untouched_peaks(api.simulate(recorded))
     found = run(model, GPU, options, iterations=4)
     alike(predicted, found)
@@ -148,7 +148,7 @@ def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool) -> No
     own = OWN.replace("return self.b(F.gelu(self.a(x)))", deep)
     (tmp_path / "mine.py").write_text(own.replace("set_to_none=False", f"set_to_none={to_none}"))
     model = f"{tmp_path / 'mine.py'}:build"
-    found = trace(model, target=GPU, profile=False)
+    found = trace(model, target=GPU)
     plan = api.plan(found, "90%", seconds=1)
     assert plan.actions
     path = plan.save(tmp_path / "plan.json")
@@ -186,7 +186,7 @@ def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tup
 def test_a_plan_in_a_loop_whose_gradients_add_up(tmp_path: Path, loop: dict[str, Any]) -> None:
     """In every iteration, from the first part of the first on."""
     options = {"batch_size": 16, **loop}
-    found = trace("resnet18", target=GPU, profile=False, **options)
+    found = trace("resnet18", target=GPU, **options)
     plan = api.plan(found, "85%", seconds=1)
     assert plan.actions
     path = plan.save(tmp_path / "plan.json")
@@ -221,7 +221,7 @@ def test_what_an_optimizer_puts_in_the_place_of_its_state_is_given_back_an_itera
 
 def test_parameters_that_are_replaced_leave_the_peak_and_no_requests(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REPLACING.replace("PUT", 'p.data = p.data - self.state[p]["m"]'))
-    found = trace(f"{tmp_path / 'mine.py'}:build", target=GPU, profile=False)
+    found = trace(f"{tmp_path / 'mine.py'}:build", target=GPU)
     assert found.untouched == Untouched()
     assert found.meta.untouched_peak_bytes > found.resident_bytes
 
@@ -230,10 +230,10 @@ def test_objects_in_hand_are_rehearsed_and_what_cannot_be_carried_is_approximate
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     batch = randn(32, 64), randn(32, 64)
     told: list[str] = []
-    found = trace(model, batch, nn.functional.mse_loss, "sgd", target=GPU, profile=False)
+    found = trace(model, batch, nn.functional.mse_loss, "sgd", target=GPU)
     assert (found.meta.mode, found.meta.workspace.keys()) == ("rehearsed", {"rehearsed"})
     model.register_forward_hook(Unknown())
-    other = trace(model, batch, nn.functional.mse_loss, "sgd", target=GPU, profile=False, say=told.append)
+    other = trace(model, batch, nn.functional.mse_loss, "sgd", target=GPU, say=told.append)
     assert (other.meta.mode, other.meta.device) == ("fake", "cuda")
     (line,) = [line for line in told if line.startswith("approximate")]
     assert "file.py:build" in line

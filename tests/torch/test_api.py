@@ -256,9 +256,7 @@ def test_measured_for_real_on_copies() -> None:
     net, batch, optimizer = held()
     train(net, optimizer, batch, 1)
     before = picture(net, optimizer)
-    made = trace(
-        net, batch, functional.cross_entropy, optimizer, device="cpu", profile=False, rounds=1, warmup=1
-    )
+    made = trace(net, batch, functional.cross_entropy, optimizer, device="cpu", rounds=1, warmup=1)
     assert same(picture(net, optimizer), before)
     assert made.meta.mode == "real"
     assert made.meta.fingerprint == trace(net, batch, functional.cross_entropy, optimizer).meta.fingerprint

@@ -481,7 +481,7 @@ def build():
 
 def test_what_the_users_code_prints_does_not_break_the_answer(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
-    words = [sys.executable, "-m", "tracer", "noisy.py:build", "-o", "t", "--no-profile", "--json"]
+    words = [sys.executable, "-m", "tracer", "noisy.py:build", "-o", "t", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["trace"] == "t"
@@ -495,9 +495,7 @@ def test_threads_take_turns_in_capturing() -> None:
         net = torch.nn.Sequential(
             torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Dropout(), torch.nn.Linear(width, width)
         )
-        return tracer.api.trace(
-            net, batch, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, profile=False
-        )
+        return tracer.api.trace(net, batch, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD)
 
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(step, range(3, 7)))

@@ -32,7 +32,7 @@ from tests.torch.test_tile import (  # noqa: E402
 )
 from tracer import trace  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from tracer.recording import ProfileUse, record_real  # noqa: E402
+from tracer.recording import record_real  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device as device_entry  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
@@ -161,8 +161,8 @@ def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
 def test_a_trace_of_model_and_loss_has_a_head() -> None:
     model, given, loss, optimizer = wide()
     with pytest.raises(Infeasible, match="or with --join-loss in a loss function"):
-        plan(trace(model, given, loss=loss, optimizer=optimizer, profile=False), "50%", allow="fp")
-    of = joined(model, given, loss, optimizer=optimizer, profile=False)
+        plan(trace(model, given, loss=loss, optimizer=optimizer), "50%", allow="fp")
+    of = joined(model, given, loss, optimizer=optimizer)
     assert set(of.ops.module[: of.meta.forward_ops]) == {
         "",
         "model",
@@ -198,7 +198,7 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
 ) -> None:
     monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than tiles
     spec = load_spec(DEEP, {"join_loss": True})
-    of = record_real(spec, device_entry("cpu"), "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    of = record_real(spec, device_entry("cpu"), "cpu", rounds=1, warmup=1)
     known = GradientErrors.load(gradient_errors(spec, of, ("int8",)).save(tmp_path / "errors.json"))
     asked: Any = {"allow": "approximate", "errors": known, "max_gradient_error": 0.1, "never": ["*"]}
     made = plan(of, "30%", **asked)

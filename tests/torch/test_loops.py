@@ -19,7 +19,7 @@ from simulator.api import simulate  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import peaks, plan_of, recompute_all, step_of  # noqa: E402
 from tracer import trace  # noqa: E402
-from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
+from tracer.recording import record_fake, record_real  # noqa: E402
 from tracer.step.loop_options import parse_around  # noqa: E402
 from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from tracer.step.user_step import move_averages  # noqa: E402
@@ -83,7 +83,7 @@ def looped(make: Callable[[], tuple[Any, ...]], options: dict[str, Any]) -> Buil
 
 
 def recorded(build: BuildStep) -> Trace:
-    return record_fake(build, CPU, ProfileUse(off=True))
+    return record_fake(build, CPU)
 
 
 @pytest.mark.parametrize("make", [wide, tall])
@@ -130,7 +130,7 @@ def test_a_plan_trains_in_the_loop_that_it_was_made_for() -> None:
 def test_a_loop_is_measured_op_by_op(loop: dict[str, Any]) -> None:
     """Of several parts the last one, and the optimizer's step."""
     build = looped(wide, loop)
-    found = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    found = record_real(build, CPU, "cpu", rounds=1, warmup=1)
     assert found.meta.mode == "real"
     assert found.ops.target == recorded(build).ops.target
     assert found.meta.untouched_peak_bytes == peaks(build, iterations=4)[-1]
@@ -151,13 +151,13 @@ def test_what_is_no_loop_is_refused(options: dict[str, Any], said: str) -> None:
 
 def test_a_loop_around_a_model_in_hand() -> None:
     model, batch, loss, optimizer = tall()
-    found = trace(model, batch, loss, optimizer, accumulate=2, profile=False)
+    found = trace(model, batch, loss, optimizer, accumulate=2)
     assert found.meta.loop == "accumulate 2"
 
 
 @pytest.mark.parametrize("target", ["cpu", "h100"])
 def test_what_clips_gradients_takes_lists_of_them(target: str) -> None:
-    found = record_fake(looped(wide, {"clip_grad_norm": 1.0}), device(target), ProfileUse(off=True))
+    found = record_fake(looped(wide, {"clip_grad_norm": 1.0}), device(target))
     assert "aten._foreach_norm.Scalar" in found.ops.target
 
 
@@ -256,7 +256,7 @@ def test_loops_of_the_user_s_own_that_are_refused(
 def test_a_loop_of_the_user_s_own_is_measured_op_by_op(tmp_path: Path) -> None:
     """From its last call of the model on."""
     build = own(tmp_path)
-    found = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=2, warmup=1)
+    found = record_real(build, CPU, "cpu", rounds=2, warmup=1)
     assert found.meta.loop == "step()"
     assert found.ops.target == recorded(build).ops.target
 

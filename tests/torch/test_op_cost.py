@@ -9,12 +9,11 @@ torch = pytest.importorskip("torch")
 import tracer.costs.cost as op_cost  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
-from tracer.costs.cost import APPROXIMATE, MEASURED, NONE, Costs  # noqa: E402
+from tracer.costs.cost import APPROXIMATE, MEASURED, NONE, Cost, Costs  # noqa: E402
 from tracer.costs.rows import OpRow  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.records.device_profile import DeviceProfile, Entry, Identity  # noqa: E402
 from traces.records.trace import FORWARD, VIEW  # noqa: E402
 
 CPU, GPU = device("cpu"), device("h200")
@@ -42,38 +41,16 @@ def test_rules_are_asked_and_a_rule_that_does_not_fit_is_not_believed(
     assert (view.events, view.source, view.time_ns) == ((), "", 0)
 
 
-def profile(**batches: tuple[int, ...]) -> DeviceProfile:
-    """Measurements of the op by batch ("b4": events)."""
-    entries = {}
-    for name, events in batches.items():
-        signature = row(batch=int(name[1:])).signature
-        assert signature is not None
-        entries[signature.key] = Entry(
-            events=events,
-            time_ns=7,
-            samples=1,
-            provenance="measured-cpu",
-        )
-    identity = Identity(device="x", kind="cpu", target="cpu", torch_version="2", flags={})
-    return DeviceProfile(identity=identity, entries=entries)
-
-
-def test_measured_comes_before_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_comes_before_rules_unless_it_leaves_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_cost, "approximate_events", lambda *_: (1024, 256, -1024))
-    # Batch b leaves 64 b bytes and uses 10 b meanwhile.
-    known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
-    told = Costs(profile=known).of(row(batch=4), 256, CPU)
-    assert (told.events, told.source, told.time_ns) == ((40, 256, -40), MEASURED, 7)
-    told = Costs(profile=known).of(row(batch=6), 384, CPU)
-    assert (told.events, told.source) == ((), NONE)  # the rule leaves 256
-    told = Costs(profile=known).of(row("aten.addmm.default"), 256, CPU)
+    signature = row(batch=4).signature
+    assert signature is not None
+    known = Cost(time_ns=7, events=(40, 256, -40), source=MEASURED)  # batch b leaves 64 b bytes
+    costs = Costs(measured={signature: known})
+    assert costs.of(row(batch=4), 256, CPU) == known
+    assert costs.of(row(batch=4), 260, CPU).source == NONE  # neither leaves that
+    told = costs.of(row("aten.addmm.default"), 256, CPU)
     assert (told.events, told.source) == ((1024, 256, -1024), APPROXIMATE)
-
-
-def test_measurements_that_leave_other_bytes_are_not_believed() -> None:
-    known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
-    assert Costs(profile=known).of(row(batch=4), 260, CPU).source == NONE
-    assert Costs(profile=known).of(row(batch=6), 380, CPU).source == NONE
 
 
 def test_a_trace_counts_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from simulator.allocator.reserved import reserved_peak  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, peaks  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
-from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
+from tracer.recording import record_fake, record_real  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.records.trace import BACKWARD  # noqa: E402
 
@@ -125,7 +125,7 @@ def test_autograd_adds_up_in_place_outside_the_planned_model_too() -> None:
     def loss(out: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(out, y) + functional.l1_loss(out, y)
 
-    trace = record_fake(build_of(lambda: (nn.Linear(256, 256), x, loss, None)), CPU, ProfileUse(off=True))
+    trace = record_fake(build_of(lambda: (nn.Linear(256, 256), x, loss, None)), CPU)
     (k,) = [k for k, op in enumerate(trace.ops.target) if op == "aten.add_.Tensor"]
     (written,) = trace.ops.writes[k]
     assert trace.storages.nbytes[written] == 64 * 256 * 4
@@ -150,7 +150,7 @@ def test_parameters_and_buffers_lie_as_the_model_is_moved() -> None:
     model, moved = Own(), []
     model._apply(lambda x: moved.append(x.numel()) or x)  # type: ignore[func-returns-value]
     build = build_of(lambda: (Own(), torch.randn(4, 1000), lambda y: y.sum(), None))
-    of = record_fake(build, device("h100"), ProfileUse(off=True))
+    of = record_fake(build, device("h100"))
     assert [of.storages.shape[s] for s in of.meta.moved] == [
         (2000, 1000), (2000,), (2000,), (), (3000, 2000), (3000,),
     ]  # fmt: skip
@@ -159,5 +159,5 @@ def test_parameters_and_buffers_lie_as_the_model_is_moved() -> None:
 
 def test_a_measured_trace_has_the_peak_of_the_untouched_loop() -> None:
     build = build_of(lambda: wide_step(torch.optim.Adam))
-    trace = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    trace = record_real(build, CPU, "cpu", rounds=1, warmup=1)
     assert trace.meta.untouched_peak_bytes == peaks(build)[2]

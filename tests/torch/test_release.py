@@ -34,7 +34,7 @@ from tracer.cli.main import trace as trace_command  # noqa: E402
 from tracer.measure.probes import cpu_loop  # noqa: E402
 from tracer.record.program import program_of  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
-from tracer.recording import ProfileUse, record_real  # noqa: E402
+from tracer.recording import record_real  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import LowtideError, PlanError, SpecError, TraceError  # noqa: E402
 from traces.records.plan import RECOMPUTE, SAVE, Action  # noqa: E402
@@ -382,7 +382,7 @@ def test_what_needs_all_gradients_is_refused(make: Any, options: dict[str, Any],
 
 
 def test_its_ops_are_measured_in_a_loop_that_ends_in_a_step_and_its_peak_in_its_own() -> None:
-    found = record_real(looped(wide, RELEASE), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    found = record_real(looped(wide, RELEASE), CPU, "cpu", rounds=1, warmup=1)
     assert found.meta.untouched_peak_bytes == peaks(looped(wide, RELEASE), iterations=4)[-1]
     assert found.meta.within_backward
 

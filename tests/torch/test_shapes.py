@@ -38,7 +38,7 @@ from traces.shapes import Shapes, Sizes  # noqa: E402
 
 def over(model: str, shapes: Shapes, **options: Any) -> list[tuple[Sizes, Trace]]:
     sizes, made = shapes.looked_at(), {}
-    trace_shapes(model, sizes, made.__setitem__, profile=False, **options)
+    trace_shapes(model, sizes, made.__setitem__, **options)
     return [(s, made[k]) for k, s in enumerate(sizes)]
 
 
@@ -76,7 +76,7 @@ def test_one_captured_graph_gives_each_one_s_trace(
     found = over(model, Shapes.parse(text), **options)
     assert len(seen) <= single
     for sizes, one in found:
-        alone = trace(model, profile=False, **options, **sizes)  # type: ignore[arg-type]
+        alone = trace(model, **options, **sizes)  # type: ignore[arg-type]
         for name in (
             "target",
             "phase",

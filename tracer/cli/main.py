@@ -53,13 +53,9 @@ def trace() -> None:
 @click.option(
     "--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before the timed ones."
 )
-@click.option("--profile", type=click.Path(path_type=Path), help="Device profile to use and to add to.")
-@click.option("--no-profile", is_flag=True, help="Use no device profile, and add to none.")
 @answer_options
 def run_model(
     model: str,
-    profile: Path | None,
-    no_profile: bool,
     shapes: str | None,
     output: Path | None,
     force: bool,
@@ -76,21 +72,17 @@ def run_model(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from tracer import api
-    from traces.errors import SpecError
     from traces.records import store
 
     begin = time.perf_counter()
-    if no_profile and profile is not None:
-        raise SpecError("--profile names a device profile and --no-profile wants none; give one of the two.")
-    used = False if no_profile else profile
     if shapes is not None:
-        record_shapes(model, shapes, output, force, used, options, out)
+        record_shapes(model, shapes, output, force, options, out)
         return
     where = output or Path(default_name(model, options))
     store.check_place(where, force=force)
 
     with stdout_free(out.as_json):
-        record = unwrap(api.trace)(model, profile=used, say=out.say, **options)
+        record = unwrap(api.trace)(model, say=out.say, **options)
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin
     told = {"trace": str(where), "seconds": seconds}
@@ -112,7 +104,6 @@ def record_shapes(
     text: str,
     output: Path | None,
     force: bool,
-    profile: Any,
     options: dict[str, Any],
     out: Output,
 ) -> None:
@@ -141,7 +132,7 @@ def record_shapes(
         out.say(f"{next(done)} of {len(sizes)}: {in_words(sizes[k])}")
 
     with stdout_free(out.as_json):
-        unwrap(api.trace_shapes)(model, sizes, each, profile=profile, say=out.say, **options)
+        unwrap(api.trace_shapes)(model, sizes, each, say=out.say, **options)
     told = {"traces": [str(p) for p in places], "shapes": asked.count, "seconds": time.perf_counter() - begin}
     out.show(lambda: told, lambda: f"{where}: traces of {len(sizes)} of {asked.count:,} shapes")
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-from tracer.costs.rows import OpRow, StorageRow
+from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.costs.signature import Signature, TensorSpec
 from traces.devices import Device
-from traces.records.device_profile import LibraryWorkspace
 from traces.records.trace import BACKWARD, FORWARD, WORKSPACE
 
 KIB: Final = 2**10

@@ -1,21 +1,22 @@
 """Work out what an op costs on the target: its time and what it allocates while it runs.
 
-In this order: what was measured for this very signature; a rule, which is approximate; nothing, so that the outputs
-alone count.
+In this order: what was measured for this very call; a rule, which is approximate; nothing, so that the outputs alone
+count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
 from tracer.costs.approximate import approximate_events
 from tracer.costs.roofline import op_time_ns, uses_tf32
 from tracer.costs.rows import OpRow
+from tracer.costs.signature import Signature
 from tracer.torch_api import release
 from traces.devices import Device
-from traces.records.device_profile import DeviceProfile
 from traces.records.trace import VIEW
 
 MEASURED: Final = "measured"
@@ -35,13 +36,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The costs of ops in a trace that is not measured.
+    """The costs of ops in a trace that is not measured itself.
 
-    profile: measurements of the target, or None.
+    measured: what was measured of the same calls in another loop.
     tf32: whether float32 matrix products and convolutions run on TF32 tensor cores; None: as torch's defaults have it.
     """
 
-    profile: DeviceProfile | None = None
+    measured: Mapping[Signature, Cost] = field(default_factory=dict)
     tf32: bool | None = None
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
@@ -50,10 +51,9 @@ class Costs:
         """
         if row.flags & VIEW:
             return Cost(time_ns=0, events=(), source="")
-        if self.profile is not None and row.signature is not None:
-            entry = self.profile.entries.get(row.signature.key)
-            if entry is not None and _leaves(entry.events, created_bytes):
-                return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
+        known = self.measured.get(row.signature) if row.signature is not None else None
+        if known is not None and _leaves(known.events, created_bytes):
+            return known
         tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
         events = None

@@ -8,6 +8,14 @@ from tracer.costs.signature import Signature
 from traces.records.trace import ACTIVATION
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryWorkspace:
+    """Memory that a library allocated inside an op at its first call and kept for ever (cuBLAS)."""
+
+    nbytes: int
+    op: str  # the operator that was running
+
+
 @dataclass(slots=True, kw_only=True)
 class OpRow:
     """One op."""
@@ -25,7 +33,7 @@ class OpRow:
     flags: int = 0
     arguments: str = ""
     dtype: str = "float32"  # what the roofline looks up; not stored
-    signature: Signature | None = None  # the call, by which measurements and rules are found; not stored
+    signature: Signature | None = None  # the call, by which costs are found; not stored
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The signature of one call of an op: its name and its arguments, with shapes in place of tensors.
 
 What an op allocates while it runs follows from its signature (on one device, one version of torch, one set of
-flags). So a signature is what measurements are stored by and what workspace rules look at.
+flags). So a signature is what a few rules look at, and what measured costs are found by.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ class TensorSpec:
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.item_bytes
 
-    def __str__(self) -> str:
-        return f"{self.dtype}[{_row(self.shape)}|{_row(self.stride)}]"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
@@ -57,13 +54,6 @@ class Signature:
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()  # in order of name
     outputs: tuple[Any, ...] = ()  # one TensorSpec (or None) an output
-
-    @property
-    def key(self) -> str:
-        """The canonical text. Floats other than 0 and 1 stand there as "float": no op's memory depends on them, and
-        some change from step to step (an optimizer's bias corrections)."""
-        given = [_text(a) for a in self.args] + [f"{k}={_text(v)}" for k, v in self.kwargs]
-        return f"{self.target}({', '.join(given)}) -> {', '.join(_text(o) for o in self.outputs)}"
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -110,21 +100,9 @@ def _plain(value: Any) -> Any:
     return text if len(text) < 64 and "0x" not in text else type(value).__name__
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(_text(v) for v in value)})"
-    if isinstance(value, float) and value not in (0.0, 1.0):
-        return "float"
-    return str(value)
-
-
 def _specs(value: Any) -> Iterator[TensorSpec]:
     if isinstance(value, TensorSpec):
         yield value
     elif isinstance(value, tuple):
         for v in value:
             yield from _specs(v)
-
-
-def _row(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))

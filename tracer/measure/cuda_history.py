@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tracer.costs.rows import LibraryWorkspace
 from traces.errors import TraceError
-from traces.records.device_profile import LibraryWorkspace
 from traces.records.events import OwnEvents
 
 Move = tuple[bool, int, int]

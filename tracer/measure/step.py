@@ -17,14 +17,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from tracer.costs.cost import MEASURED, NONE, REHEARSED, Cost
-from tracer.costs.profiles import profile_of
+from tracer.costs.rows import LibraryWorkspace
+from tracer.costs.signature import Signature
 from tracer.measure.probes import CudaTimer, Probe, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.measure.runner import GraphRunner
 from tracer.precision.policy import start_low
@@ -32,7 +33,6 @@ from tracer.record.draft import Draft
 from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.provenance import alloc_conf, rehearsing
-from traces.records.device_profile import DeviceProfile, Identity, LibraryWorkspace
 from traces.records.trace import CUDNN_DECIDES, VIEW, Trace
 from traces.units import show_time
 
@@ -48,9 +48,14 @@ class Measured:
     workspaces: tuple[LibraryWorkspace, ...] | None  # that libraries keep; None: not a CUDA device
     header: dict[str, Any]  # what it says in a trace's header
 
-    def profile(self, identity: Identity, rounds: int) -> DeviceProfile:
-        """The measurements by the ops' signatures."""
-        return profile_of(self.draft.rows, self.costs, identity, rounds, self.workspaces or ())
+    def by_signature(self) -> dict[Signature, Cost]:
+        """The costs by call; where ops make the same one, their median time counts."""
+        calls: dict[Signature, list[Cost]] = {}
+        for row, cost in zip(self.draft.rows, self.costs, strict=True):
+            if row.signature is not None and not row.flags & VIEW:
+                calls.setdefault(row.signature, []).append(cost)
+        times = {call: statistics.median_high(c.time_ns for c in same) for call, same in calls.items()}
+        return {call: replace(same[0], time_ns=times[call]) for call, same in calls.items()}
 
     def finish(self, draft: Draft | None = None, **header: Any) -> Trace:
         """The trace of the draft that was measured, or of another, which has costs of its own."""

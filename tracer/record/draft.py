@@ -10,13 +10,12 @@ from typing import Any
 
 from tracer.costs.approximate import workspace_rows
 from tracer.costs.cost import Cost, Costs
-from tracer.costs.rows import OpRow, StorageRow
+from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes, tables_of
 from tracer.step.loop import TrainingStep
 from tracer.torch_api import FakeTensorMode
 from traces.devices import Device
-from traces.records.device_profile import LibraryWorkspace
 from traces.records.store import validate
 from traces.records.trace import Trace, TraceMeta, Untouched, fingerprint
 

@@ -28,7 +28,6 @@ from tracer.capture.capture import Capturing
 from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
 from tracer.costs.cost import Costs
-from tracer.costs.profiles import board_of
 from tracer.environment import versions
 from tracer.record.assemble import assemble
 from tracer.record.checks import checked
@@ -42,7 +41,7 @@ from tracer.step.loop_options import ORDINARY
 from tracer.step.step import BuildStep, load_spec
 from tracer.step.user_errors import explained
 from tracer.torch_api import FakeTensorMode, pytree, replaced
-from traces.devices import Device
+from traces.devices import Device, board_of
 from traces.devices import device as device_entry
 from traces.errors import CaptureError, SpecError
 from traces.records.trace import OPTIMIZER, TraceMeta

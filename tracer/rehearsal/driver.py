@@ -21,8 +21,8 @@ from typing import Final
 from tracer.rehearsal.stubs import stub_source, undefined_symbols
 from traces.devices import Device, architecture
 from traces.errors import EnvironmentProblem
+from traces.files import cache_directory
 from traces.provenance import ABSENT, NAME
-from traces.records.device_profile import cache_directory
 
 SOURCES: Final = Path(__file__).parent / "driver"
 LIBRARY: Final = "libcuda.so.1"  # by this name torch, NVRTC and Triton ask for the driver, and find it loaded

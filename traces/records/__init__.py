@@ -1,1 +1,1 @@
-"""Hold the frozen records, each with its file: trace, plan, measurement, device profile."""
+"""Hold the frozen records, each with its file: trace, plan, measurement."""

@@ -280,8 +280,7 @@ class Trace:
         """Where the times come from, in words."""
         if self.meta.mode == "real":
             return f"measured on {self.meta.target}"
-        roofline = f"roofline of {self.meta.target}"
-        return f"profile and {roofline}" if self.meta.workspace.get("measured") else roofline
+        return f"roofline of {self.meta.target}"
 
     @property
     def saved(self) -> tuple[int, ...]:
