@@ -1,7 +1,7 @@
-"""A plan for those who keep their tools: a file of selective checkpointing, and every n layers; with what each needs.
+"""A plan for those who keep their tools: a file of selective checkpointing, with what it needs, and every n layers.
 
-Eager runs other ops than the captured graph has, so the ordinary loop is run, the model checkpointed so: on the CPU, or
-for a GPU's plan on the null driver (`tracer.measure.untouched`).
+Eager runs other ops than the captured graph has, so the ordinary loop is run, the model checkpointed by the file: on
+the CPU, or for a GPU's plan on the null driver (`tracer.measure.untouched`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from tracer.measure.untouched import untouched_loop
 from tracer.record.step import recorded_again
 from tracer.rehearsal import run_on_null_driver
 from tracer.step.loop import TrainingStep
-from tracer.step.step import BuildStep, load_spec
+from tracer.step.step import load_spec
 from traces.devices import board_of
 from traces.devices import device as device_entry
 from traces.errors import PlanError
 from traces.provenance import rehearsing
 from traces.records.plan import Plan
-from traces.units import show_bytes
 
-EVERY: Final = 4  # layers of which one is checkpointed, at most
+EVERY: Final = 4  # layers of which one is checkpointed, at most, in what is listed
 Saved = Mapping[str, Mapping[str, tuple[int, ...]]]  # block -> op -> which of its calls there are saved
 
 FILE: Final = '''"""Selective activation checkpointing of {model}, made from a plan by `execute export`.
-
-Peak of a step: {peak}; of the model as it is: {untouched}.
 
     from {{this file}} import apply
     apply(model)  # once, before training
@@ -68,8 +65,10 @@ def apply(model):
 
 
 def exports(plan: Plan, model: str = "") -> dict[str, Any]:
-    """Return what each export of a plan needs: the object that `execute export --json` prints, with the file as
-    `policy`. `model` is built instead of what the plan names.
+    """Return the object that `execute export --json` prints, with the file as `policy`.
+
+    Args:
+        model: is built instead of what the plan names.
 
     Raises:
         PlanError: the plan has rewrites; the model has no repeated blocks, or is another than the plan's.
@@ -80,15 +79,15 @@ def exports(plan: Plan, model: str = "") -> dict[str, Any]:
             f"the plan changes the step itself ({', '.join(kinds)}), which no other tool does; plan with recomputation "
             "alone (`simulate TRACE --budget ... --levers ''`) and export that."
         )
+    given: dict[str, Any] = {"plan": plan.to_json(), "model": model}
     if plan.meta.device != "cuda" or rehearsing():
-        return there(plan=plan.to_json(), model=model)
+        return there(**given)
     gpu = device_entry(board_of(plan.meta.target) or plan.meta.target)
-    given = {"plan": plan.to_json(), "model": model}
     return run_on_null_driver("executor.exports:there", given, gpu, what="exported the plan")
 
 
 def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
-    """Return what each export of a plan needs on a device that is there, or in a process on the null driver."""
+    """`exports` on a device that is there, or in a process on the null driver."""
     given = Plan.from_json(plan)
     meta, budget = given.meta, given.budget_bytes
     trace = recorded_again(meta, model, meta.device).trace
@@ -101,26 +100,38 @@ def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
         raise PlanError(
             "the model has no repeated blocks (layers.0, layers.1, ...), which exports checkpoint."
         )
-    ways: dict[tuple[str, str], Saved] = {("untouched", ""): {}, ("policy", f"{len(saved)} blocks"): saved}
-    for n in range(1, min(EVERY, len(blocks)) + 1):
-        setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks[::n])}"
-        ways["layers", setting] = {path: {} for path in blocks[::n]}
     build = load_spec(model or meta.model, dict(meta.options), seed=meta.seed)
-    rows: list[dict[str, Any]] = []
-    for (kind, setting), way in ways.items():
-        peak = _measured(build, meta.device, way)
-        fits = None if budget is None else peak <= budget
-        rows.append({"kind": kind, "setting": setting, "peak_bytes": peak, "within_budget": fits})
-    untouched, *rows = rows
-    policy = FILE.format(
-        model=meta.model,
-        peak=show_bytes(rows[0]["peak_bytes"]),
-        untouched=show_bytes(untouched["peak_bytes"]),
-        saved=pformat(saved, width=110, sort_dicts=False),
+    file = FILE.format(model=meta.model, saved=pformat(saved, width=110, sort_dicts=False))
+
+    def checkpointed(device: str) -> TrainingStep:
+        made: dict[str, Any] = {}
+        exec(file, made)
+        step = build.make(device)
+        made["apply"](step.model)
+        return step
+
+    peak_bytes, _ = untouched_loop(replace(build, make=checkpointed), meta.device)
+    fits = None if budget is None else peak_bytes <= budget
+    policy = {
+        "kind": "policy",
+        "setting": f"{len(saved)} blocks",
+        "peak_bytes": peak_bytes,
+        "within_budget": fits,
+    }
+    layers = (
+        {
+            "kind": "layers",
+            "setting": f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks[::n])}",
+        }
+        for n in range(1, min(EVERY, len(blocks)) + 1)
     )
-    planned = problem.replay(given.actions).timeline.peak_allocated_bytes
-    told = {"plan_peak_bytes": planned, "untouched_peak_bytes": untouched["peak_bytes"], "policy": policy}
-    return {"budget_bytes": budget, **told, "exports": rows}
+    return {
+        "budget_bytes": budget,
+        "plan_peak_bytes": problem.replay(given.actions).timeline.peak_allocated_bytes,
+        "untouched_peak_bytes": untouched_loop(build, meta.device)[0],
+        "policy": file,
+        "exports": [policy, *layers],
+    }
 
 
 def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
@@ -140,16 +151,3 @@ def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
             partly.add(path)
         seen[path][target] += 1
     return {path: calls for path, calls in saved.items() if path in partly}
-
-
-def _measured(build: BuildStep, device: str, saved: Saved) -> int:
-    """The peak of the ordinary loop with these blocks checkpointed as the file does it."""
-    made: dict[str, Any] = {}
-    exec(FILE.format(model="", peak="", untouched="", saved=saved), made)
-
-    def applied(device: str) -> TrainingStep:
-        step = build.make(device)
-        made["apply"](step.model)
-        return step
-
-    return untouched_loop(replace(build, make=applied), device)[0]

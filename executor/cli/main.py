@@ -158,7 +158,7 @@ def run_plan(
 @click.option("-o", "--output", type=OutputFile(), help="Write the policy to this Python file.")
 @commands.json_option
 def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output) -> None:
-    """Write PLAN as selective checkpointing, and predict the peak of that and of every n-th layer checkpointed."""
+    """Write PLAN as selective checkpointing, predict its peak, and list the settings of every n-th layer."""
     from executor.exports import exports
     from executor.matching import check_trusted
     from traces.files import write_text
@@ -171,9 +171,10 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
     lines = [
         f"the plan {show_bytes(made['plan_peak_bytes'])}; untouched {show_bytes(made['untouched_peak_bytes'])}"
     ]
-    for e in made["exports"]:
-        fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[e["within_budget"]]
-        lines.append(f"  {e['kind']:26}{show_bytes(e['peak_bytes']):>12}{fits}  {e['setting']}")
+    policy, *others = made["exports"]
+    fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[policy["within_budget"]]
+    lines.append(f"  policy of {policy['setting']}: {show_bytes(policy['peak_bytes'])}{fits}")
+    lines += [f"  not measured: {e['setting']}" for e in others]
     if output is not None:
         write_text(output, made["policy"])
         lines.append(f"Next: from {output.stem} import apply; apply(model)")
