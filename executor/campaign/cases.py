@@ -42,7 +42,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Return what `--only` is matched with."""
+        """The case in a line."""
         return f"{self.step} save-all" if self.budget == NONE else f"{self.step} {self.budget} {self.planner}"
 
 
@@ -72,7 +72,7 @@ def load_cases(name: str) -> tuple[Method, tuple[Case, ...]]:
         names = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
         raise SpecError(f"{name}: no such file of cases; give the path of a TOML file, or one of: {names}.")
     with _at(str(path)):
-        data = _keys(tomllib.loads(path.read_text(encoding="utf-8")), ("campaign", "defaults", "case"))
+        data = _keys(tomllib.loads(path.read_text(encoding="utf-8")), ("campaign", "case"))
         if not isinstance(data.get("case"), list):
             raise SpecError("no cases; add a table [[case]] with a model.")
     known = ("model", "budget", "planner", *IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *AROUND_OPTIONS)
@@ -81,8 +81,7 @@ def load_cases(name: str) -> tuple[Method, tuple[Case, ...]]:
     cases: dict[str, Case] = {}
     for number, table in enumerate(data["case"], 1):
         with _at(f"{path}, case {number}"):
-            whole = _keys(data.get("defaults", {}), known) | _keys(table, known)
-            for case in _multiplied(whole, path.resolve().parent):
+            for case in _multiplied(_keys(table, known), path.resolve().parent):
                 cases.setdefault(canonical_json(to_json(case)), case)  # the same question is asked once
     return method, tuple(cases.values())
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from executor.campaign.cases import NONE
 from executor.campaign.run import Book, Result
-from simulator.report.page import Page, Section, Text, paragraphs, warned, write_page
+from simulator.report.page import Page, Section, Text, warned, write_page
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from traces.errors import SpecError
 from traces.files import to_json
@@ -152,7 +152,7 @@ def errors(book: Book) -> Table:
     )
 
 
-def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
+def write_campaign(path: str | Path, book: Book) -> Path:
     """Write the page, whole or not at all; from the records alone.
 
     Raises:
@@ -170,7 +170,6 @@ def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
     rows = [(k.replace("_", " "), str(v)) for k, v in to_json(book.method).items()]
     rows += [(k, v) for m in found[:1] for k, v in sorted(m.environment.items()) if v]
     sections = (
-        Section("Analysis", paragraphs(analysis)),
         Section("Errors", (*warned(no_gpu), Text(MEANING), errors(book))),
         Section("Every case", (cases(book),)),
         Section("Provenance", (Table(columns=("", "value"), rows=tuple(rows)),)),

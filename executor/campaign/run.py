@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from executor.campaign.cases import NONE, Case, Method
 from executor.measuring import JobResult
 from executor.plans import Outcome, Settings, measure_plan
 from simulator import api
-from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
+from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, TraceError
 from traces.files import Form, JsonRecord, to_json
 from traces.isolated import run_fresh
 from traces.provenance import REHEARSED
@@ -67,32 +66,27 @@ def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[s
     return {}
 
 
-def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say, *, only: str = "") -> Book:
+def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say) -> Book:
     """Run cases; returns the book with their results, which also stand in `campaign.json` in the directory, each as it
     is made.
 
     Args:
         book: without records.
-        only: a part of the label of the cases that run, with * and ? as in file names.
 
     Raises:
         EnvironmentProblem: no such device.
-        SpecError: `only` fits no case.
         TraceError: the directory holds something already.
     """
     from tracer.step.step import check_device
 
-    chosen = [c for c in cases if fnmatch.fnmatch(c.label.lower(), f"*{only.lower()}*")]
-    if not chosen:
-        raise SpecError(f"--only {only!r} fits none of the cases, such as {cases[0].label!r}.")
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise TraceError(f"{root}: holds something already; give a new directory with -o.")
     check_device(book.method.device)
-    book = replace(book, asked=len(chosen))
-    steps = {step: root / "traces" / str(k) for k, step in enumerate(dict.fromkeys(c.step for c in chosen))}
+    book = replace(book, asked=len(cases))
+    steps = {step: root / "traces" / str(k) for k, step in enumerate(dict.fromkeys(c.step for c in cases))}
     known: Known = {}
-    for number, case in enumerate(chosen, 1):
-        say(f"[{number}/{len(chosen)}] {case.label}")
+    for number, case in enumerate(cases, 1):
+        say(f"[{number}/{len(cases)}] {case.label}")
         plan = root / "plans" / f"{number}.json"
         found = _result(case, book.method, steps[case.step], known, plan, lambda line: say(f"    {line}"))
         say(f"    {found.status}{': ' + found.message if found.message else ''}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from traces.commands import Output, analysis_option, output_options
+from traces.commands import Output, output_options
 
 
 @click.command()
@@ -19,41 +19,28 @@ from traces.commands import Output, analysis_option, output_options
     help="Directory of the result (default: campaign-NAME).",
 )
 @click.option("--device", help="Run on cpu or cuda, instead of what the file says.")
-@click.option("--only", default="", help="Run only cases whose label contains this; * and ? match anything.")
-@analysis_option
 @output_options
-def campaign(
-    cases: str, output: Path | None, device: str | None, only: str, analysis: str | None, out: Output
-) -> None:
+def campaign(cases: str, output: Path | None, device: str | None, out: Output) -> None:
     """Predict, run and measure every case of CASES, and report how wrong the predictions were.
 
-    CASES is a TOML file of cases, `cpu`, `gpu` or `gpu-quick` for one of those that come with Lowtide, or a campaign
-    that ran (its directory or campaign.json), which is only reported. A case that does not fit, or that no plan fits,
-    is a result.
+    CASES is a TOML file of cases, or `cpu`, `gpu` or `gpu-quick` for one of those that come with Lowtide. A case that
+    does not fit, or that no plan fits, is a result.
 
     Exit code 1: a planned step did not compute what the untouched model computes. 2: a case failed.
     """
     from executor.campaign import page
     from executor.campaign.cases import load_cases
-    from executor.campaign.run import BOOK, FAILED, NOT_EQUAL, Book, run_campaign
-    from traces.errors import LowtideError, SpecError, VerificationError
+    from executor.campaign.run import FAILED, NOT_EQUAL, Book, run_campaign
+    from traces.errors import LowtideError, VerificationError
     from traces.provenance import refuse_page
 
     if out.report is not None:
         refuse_page()
-    path = Path(cases)
-    if path.is_dir() or path.suffix == ".json":
-        if output or device or only:
-            raise SpecError(
-                f"{cases} is a campaign that ran, which is only reported; leave -o, --device, --only out."
-            )
-        book = Book.load(path / BOOK if path.is_dir() else path)
-    else:
-        method, asked = load_cases(cases)
-        book = Book(name=path.stem, method=replace(method, device=device or method.device))
-        book = run_campaign(book, asked, output or Path(f"campaign-{book.name}"), out.say, only=only)
+    method, asked = load_cases(cases)
+    book = Book(name=Path(cases).stem, method=replace(method, device=device or method.device))
+    book = run_campaign(book, asked, output or Path(f"campaign-{book.name}"), out.say)
     if out.report is not None:
-        page.write_campaign(out.report, book, analysis=analysis or "")
+        page.write_campaign(out.report, book)
     out.show(lambda: page.answer(book), lambda: page.summary(book))
     for status, error in ((NOT_EQUAL, VerificationError), (FAILED, LowtideError)):
         if wrong := [r for r in book.records if r.status == status]:

@@ -436,7 +436,6 @@ SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
         (execute, "sweep", "FOLDER", "--analysis", "BYTES"),
         (execute, "sweep", "FOLDER", "--analysis", "FILE/none.txt"),
         (execute, "campaign", "cpu", "--report", "FILE/page.html"),
-        (execute, "campaign", "cpu", "--analysis", "BYTES"),
     ],
 )
 def test_what_cannot_be_written_or_read_in_the_end_is_refused_before_the_work(

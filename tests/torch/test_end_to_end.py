@@ -115,4 +115,3 @@ def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(tmp_path: Path) -> 
     assert peaks[1] <= planned["measurement"]["budget_bytes"]
     assert "No plan can stay" in refused["message"]
     assert "measured-cpu" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert call(tmp_path, "executor", "campaign", "c") == answer
