@@ -5,6 +5,6 @@ bit an element (or two), which says on what side of the function's minimum the i
 gradients are rounded otherwise than torch's (see `executor.inverted.fits` for by how much).
 """
 
-from executor.inverted.modules import GELU, Converted, SiLU, convert
+from executor.inverted.modules import GELU, SiLU, convert
 
-__all__ = ["GELU", "Converted", "SiLU", "convert"]
+__all__ = ["GELU", "SiLU", "convert"]

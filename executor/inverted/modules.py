@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,31 +73,21 @@ _TRANSFORMERS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
         (GELU, {"approximate": "tanh"}),
     ),
 }
-# torch's backward of these reads their output already, or reads nothing.
-_AS_THEY_ARE = ("Identity", "LinearActivation", "ReLU", "Sigmoid", "Softmax", "Tanh")
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """The modules that `convert` replaced, and those that it did not and why, by name."""
-
-    replaced: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"{name}: {what}" for name, what in self.replaced.items()]
-        return "\n".join([*lines, *(f"{name} stays as it is: {why}" for name, why in self.left.items())])
-
-
-def convert(model: nn.Module) -> Converted:
+def convert(model: nn.Module) -> dict[str, str]:
     """Let the model's GELU and SiLU modules, those of transformers among them, save their output.
 
     A module changes its class in place: parameters, hooks, modes and the keys of `state_dict` stay. Forward of torch's
     own modules stays to the bit; formulas that transformers writes out become fused ops, which round otherwise.
-    Activations that a model calls as functions (`torch.nn.functional.gelu`) are not seen, and where a module's input is
-    saved by something else, too, nothing is gained: whether it is, autograd decides.
+    Subclasses, modules whose forward was replaced, and activations that a model calls as functions
+    (`torch.nn.functional.gelu`) stay as they are. Where a module's input is saved by something else, too, nothing is
+    gained: whether it is, autograd decides.
+
+    Returns:
+        what was replaced: the module's name, and that of the class which it had.
     """
-    said = Converted()
+    replaced = {}
     for name, module in model.named_modules():
         kind = type(module)
         ours, attributes = _TORCH.get(kind), dict[str, Any]()
@@ -107,22 +96,5 @@ def convert(model: nn.Module) -> Converted:
         if ours is not None and "forward" not in vars(module):
             module.__class__ = ours
             vars(module).update(attributes)
-            said.replaced[name] = f"{kind.__name__} from its output"
-        elif reason := _reason(module, ours):
-            said.left[name] = reason
-    return said
-
-
-def _reason(module: nn.Module, ours: type[nn.Module] | None) -> str:
-    """Why an activation was not replaced; "" for modules that are none, or have nothing to gain."""
-    kind = type(module)
-    if ours is not None:
-        return "its forward was replaced"
-    if base := next((c for c in _TORCH if isinstance(module, c) and kind not in _TORCH.values()), None):
-        return f"{kind.__name__} is a subclass of {base.__name__} and may compute something else"
-    # Without parameters: attention, which has some, is more than a function of one tensor.
-    activation = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
-    activation = activation and next(module.parameters(), None) is None
-    if activation and kind not in _TORCH.values() and kind.__name__ not in _AS_THEY_ARE:
-        return f"there is no drop-in for {kind.__name__}"
-    return ""
+            replaced[name] = kind.__name__
+    return replaced
