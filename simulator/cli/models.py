@@ -126,11 +126,10 @@ def max_batch_command(
         **limits,
         **words,
     )
-    request = found.request
-    write_text(request.traced.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
+    write_text(found.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
     show(out, found)
     if not found.with_plan:
-        smallest = f"{request.device.name} at batch {request.multiple_of}"
+        smallest = f"{found.data['device_memory']['device']} at batch {limits['multiple_of']}"
         raise Refused(f"{model} does not fit {smallest}, with or without a plan.", 1)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import Any, Final, NamedTuple, Unpack
 
 from simulator.allocator.device import CPU, DeviceMemory, kind_of
 from simulator.core.problem import Problem
@@ -19,9 +19,8 @@ from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import DEVICE, Device, Question, Say, Words, ask, completed, question, silent
 from simulator.prediction.levers import lower_bound, lowest_floor
 from simulator.prediction.step import Prediction, predict, provenance, texts_beside_untouched, untouched_fit
-from simulator.show.notebook import framed
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.rows import columns
+from simulator.studies.rows import Study, columns
 from simulator.studies.tracing import Traced
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
@@ -32,23 +31,6 @@ FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it
 PATIENCE: Final = 4  # guesses by a straight line in a row before the bracket is halved
 STRIDE: Final = 4  # from the first probe to the second, when there is no line yet
 SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The question of `simulate max-batch`."""
-
-    traced: Traced
-    question: Question  # of the device, whose memory is the budget
-    device: DeviceMemory
-    overhead_percent: float
-    multiple_of: int
-    maximum: int
-
-    @property
-    def memory(self) -> str:
-        """Which memory must fit: `allocated` on a CPU, else `reserved`."""
-        return ALLOCATED if self.device.kind == CPU else RESERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,133 +52,67 @@ class Probe:
     plan_path: str = ""
     message: str = ""  # why no plan fits
 
-    def to_json(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: v.headline() if isinstance(v, RunFigures) else v for k, v in values.items()}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MaxBatch:
-    """The answer. A batch size of 0: not even the smallest fits."""
+class MaxBatch(Study[Probe]):
+    """The answer, with a row for each batch size that was traced. A batch size of 0: not even the smallest fits."""
 
-    request: Request
-    alloc_conf: str | None  # None: a CPU's traces
+    directory: Path  # of traces and plans
     without_plan: int
     with_plan: int
-    probes: tuple[Probe, ...]  # by batch size
-    provenance: str = ""
-    warnings: tuple[str, ...] = ()
-    stopped_at_maximum: bool = False
-
-    def __repr__(self) -> str:
-        r = self.request
-        return (
-            f"<{r.traced.model} on {r.device.name}: batch {self.without_plan} without a plan, {self.with_plan} with "
-            f"one of at most +{r.overhead_percent:g} %>"
-        )
-
-    def _repr_html_(self) -> str:
-        return framed(repr(self).strip("<>"), self.table())
 
     def probe(self, batch_size: int) -> Probe | None:
-        return next((p for p in self.probes if p.batch_size == batch_size), None)
-
-    def table(self) -> Table:
-        """A row for each batch size that was traced."""
-        memory = self.request.memory
-
-        def fits(p: Probe) -> Cell:
-            retries = f", {p.retries_a_step} retries" if p.retries_a_step else ""
-            return yes(f"yes{retries}") if p.fits or retries else no()
-
-        def overhead(p: Probe) -> Cell:
-            least = ">= " if p.plan is None and p.overhead_percent is not None else ""
-            return Cell(least + show_percent(p.overhead_percent, signed=True), p.overhead_percent)
-
-        return table(
-            self.probes,
-            columns(
-                "batch_size",
-                (memory, "bytes", lambda p: p.untouched.peak_bytes(memory)),
-                ("fits", "", fits),
-                (f"{memory} with plan", "bytes", lambda p: p.plan and p.plan.peak_bytes(memory)),
-                ("overhead", NUMBER, overhead),
-                ("plan fits", "", lambda p: {True: yes(), False: no(), None: Cell("")}[p.plan_fits]),
-                ("", "", lambda p: p.message or UNKNOWN),
-            ),
-            caption="Every batch size that was traced. Where no plan was made, the overhead is what any plan must at "
-            "least cost.",
-        ).known()
-
-    def lines(self) -> list[str]:
-        """The answer to read: the probes, then the two batch sizes."""
-        r, best, planned = self.request, self.probe(self.without_plan), self.probe(self.with_plan)
-        price = f"with a plan of at most +{r.overhead_percent:g} %: batch {self.with_plan}"
-
-        def of(figures: RunFigures) -> str:
-            return f"({r.memory} {show_bytes(figures.peak_bytes(r.memory))} of {show_bytes(r.device.usable_bytes)})"
-
-        lines = [
-            f"{r.traced.model} on {r.device.room()}",
-            *self.table().without("plan fits", "").lines(),
-            f"without a plan: not even batch {r.multiple_of} fits"
-            if best is None
-            else f"without a plan: batch {best.batch_size} {of(best.untouched)}",
-        ]
-        if planned is not None and planned.plan is not None:
-            added = show_percent(planned.overhead_percent, signed=True)
-            lines.append(f"{price} at {added} {of(planned.plan)}: {r.traced.directory / planned.plan_path}")
-        elif best is not None:
-            lines.append(f"{price}; no plan makes room for more")
-        if self.stopped_at_maximum:
-            lines.append(f"The search stopped at {self.with_plan}; --max tries more.")
-        return [*lines, self.provenance, *(f"warning {text}" for text in self.warnings)]
-
-    def to_json(self) -> dict[str, Any]:
-        r = self.request
-        probes = {p.batch_size: p.to_json() for p in self.probes}
-        return {
-            "record": "max-batch",
-            "model": r.traced.model,
-            "trace_options": list(r.traced.words),
-            "device_memory": r.device.to_json(),
-            "alloc_conf": self.alloc_conf,
-            "budget_overhead_percent": r.overhead_percent,
-            "planner": r.question.planner_name,
-            "allow": r.question.levers.allow,
-            "multiple_of": r.multiple_of,
-            "maximum": r.maximum,
-            "stopped_at_maximum": self.stopped_at_maximum,
-            **{key: probes.get(size, {"batch_size": size}) for key, size in (
-                ("without_plan", self.without_plan), ("with_plan", self.with_plan)
-            )},
-            "provenance": self.provenance,
-            "warnings": list(self.warnings),
-            "probes": [*probes.values()],
-        }  # fmt: skip
+        return next((p for p in self.rows if p.batch_size == batch_size), None)
 
 
-@dataclass(slots=True)
+def _table(probes: Sequence[Probe], memory: str) -> Table:
+    def fits(p: Probe) -> Cell:
+        retries = f", {p.retries_a_step} retries" if p.retries_a_step else ""
+        return yes(f"yes{retries}") if p.fits or retries else no()
+
+    def overhead(p: Probe) -> Cell:
+        least = ">= " if p.plan is None and p.overhead_percent is not None else ""
+        return Cell(least + show_percent(p.overhead_percent, signed=True), p.overhead_percent)
+
+    return table(
+        probes,
+        columns(
+            "batch_size",
+            (memory, "bytes", lambda p: p.untouched.peak_bytes(memory)),
+            ("fits", "", fits),
+            (f"{memory} with plan", "bytes", lambda p: p.plan and p.plan.peak_bytes(memory)),
+            ("overhead", NUMBER, overhead),
+            ("plan fits", "", lambda p: {True: yes(), False: no(), None: Cell("")}[p.plan_fits]),
+            ("", "", lambda p: p.message or UNKNOWN),
+        ),
+        caption="Every batch size that was traced. Where no plan was made, the overhead is what any plan must at "
+        "least cost.",
+    ).known()
+
+
+@dataclass(slots=True, kw_only=True)
 class _Search:
-    """All that is known so far about each batch size."""
+    """The question, and all that is known so far about each batch size."""
 
-    request: Request
+    model: Traced
+    question: Question  # of the device, whose memory is the budget
+    device: DeviceMemory
+    price_percent: float  # of a plan, at most
     say: Say
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
 
     def over(self, nbytes: int) -> float:
         """How far so many bytes are over what there is, as a share of it."""
-        return nbytes / max(1, self.request.device.usable_bytes) - 1
+        return nbytes / max(1, self.device.usable_bytes) - 1
 
     def traced(self, batch_size: int) -> Prediction:
         """The step with everything saved, which is an empty plan's."""
-        device, asks = self.request.device, self.request.question
-        trace = self.request.traced.at(batch_size, self.say)
-        if kind_of(trace.meta) != device.kind:
+        trace, asks = self.model.at(batch_size, self.say), self.question
+        if (kind := kind_of(trace.meta)) != self.device.kind:
             raise SpecError(
-                f"the trace holds the graph of a {kind_of(trace.meta).upper()}, and {device.name} is a "
-                f"{device.kind.upper()}; leave --target and --device to --gpu."
+                f"the trace holds the graph of a {kind.upper()}, and {self.device.name} is a "
+                f"{self.device.kind.upper()}; leave --target and --device to --gpu."
             )
         return completed(predict(Problem(trace, asks.constraints), asks.setting(trace.meta)))
 
@@ -215,7 +131,7 @@ class _Search:
             )
             retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
             outcome = f"fits{retries}" if plain.fits else "does not fit"
-            room = show_bytes(self.request.device.usable_bytes)
+            room = show_bytes(self.device.usable_bytes)
             self.say(f"batch {batch_size}: {show_bytes(plain.needs_bytes)} of {room}, {outcome}")
         probe = self.probes[batch_size]
         # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
@@ -235,7 +151,7 @@ class _Search:
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
         problem = self.said[batch_size].problem.unconstrained
-        return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.request.question.levers)))
+        return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.question.levers)))
 
     def beyond(self, step: int) -> int:
         """The batch size up to which the line through the two largest probes' floors stays within what there is."""
@@ -247,14 +163,14 @@ class _Search:
 
     def _plan(self, c: Prediction, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
-        asks, price = self.request.question, self.request.overhead_percent
+        asks, price = self.question, self.price_percent
         if probe.baseline_fits:  # the captured graph alone makes room
             probe = replace(probe, plan=probe.baseline, overhead_percent=0.0, plan_fits=True)
             return self._saved(probe, c), _over(0.0, price)
         none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
             return none, 0.0
-        bound = lower_bound(c.problem, self.request.device.usable_bytes, asks.levers)
+        bound = lower_bound(c.problem, self.device.usable_bytes, asks.levers)
         least = bound.overhead_percent
         if not bound.feasible:
             return none, SLIGHTLY
@@ -274,7 +190,7 @@ class _Search:
     def _saved(self, probe: Probe, c: Prediction) -> Probe:
         """The probe with the file of the plan that fits."""
         path = f"plan-b{probe.batch_size}.json"
-        c.plan.save(self.request.traced.directory / path)
+        c.plan.save(self.model.directory / path)
         self.said[probe.batch_size] = c
         return replace(probe, plan_path=path)
 
@@ -321,40 +237,88 @@ def max_batch(
         raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
     if memory.kind != CPU and not any(w.partition("=")[0] in ("--target", "--device") for w in options):
         options = (*options, "--target", memory.name)
-    request = Request(
-        traced=Traced.of(model, directory, "max-batch", options),
-        question=asks,
-        device=memory,
-        overhead_percent=budget_overhead_percent,
-        multiple_of=multiple_of,
-        maximum=maximum,
-    )
-    top = request.maximum // step * step
+    top = maximum // step * step
     if top < step:
-        raise SpecError(f"--max {request.maximum}: there is no multiple of {step} up to it.")
-    search = _Search(request=request, say=progress)
+        raise SpecError(f"--max {maximum}: there is no multiple of {step} up to it.")
+    traced = Traced.of(model, directory, "max-batch", options)
+    search = _Search(
+        model=traced, question=asks, device=memory, price_percent=budget_overhead_percent, say=progress
+    )
     first = min(top, -(-FIRST // step) * step)
     without = with_plan = boundary(search.without, first=first, step=step, top=top)
     if without < top:
         guess = min(top, max(without + step, search.beyond(step)))
         excess = search.floor_excess(without) if without else -1.0
         with_plan = boundary(search.plan, first=guess, step=step, top=top, fits=without, fits_excess=excess)
+    return _answer(search, step, maximum, without, with_plan, with_plan == top)
+
+
+def _answer(
+    search: _Search, multiple_of: int, maximum: int, without: int, with_plan: int, stopped: bool
+) -> MaxBatch:
+    traced, device, price = search.model, search.device, search.price_percent
+    of = ALLOCATED if device.kind == CPU else RESERVED  # the memory that must fit
+    probes = tuple(search.probes[b] for b in sorted(search.probes))
     shown = search.said[with_plan or without or min(search.said)]
+    best, planned = search.probes.get(without), search.probes.get(with_plan)
+
+    def room(figures: RunFigures) -> str:
+        return f"({of} {show_bytes(figures.peak_bytes(of))} of {show_bytes(device.usable_bytes)})"
+
+    notes = [
+        f"without a plan: not even batch {multiple_of} fits"
+        if best is None
+        else f"without a plan: batch {without} {room(best.untouched)}"
+    ]
+    at = f"with a plan of at most +{price:g} %: batch {with_plan}"
+    if planned is not None and planned.plan is not None:
+        added = show_percent(planned.overhead_percent, signed=True)
+        notes.append(f"{at} at {added} {room(planned.plan)}: {traced.directory / planned.plan_path}")
+    elif best is not None:
+        notes.append(f"{at}; no plan makes room for more")
+    notes += [f"The search stopped at {with_plan}; --max tries more."] * stopped
+    told = {p.batch_size: {f.name: _plain(getattr(p, f.name)) for f in fields(p)} for p in probes}
+    data = {
+        "record": "max-batch",
+        "model": traced.model,
+        "trace_options": list(traced.words),
+        "device_memory": device.to_json(),
+        "alloc_conf": shown.setting.alloc_conf,
+        "budget_overhead_percent": price,
+        "planner": search.question.planner_name,
+        "allow": search.question.levers.allow,
+        "multiple_of": multiple_of,
+        "maximum": maximum,
+        "stopped_at_maximum": stopped,
+        "without_plan": told.get(without, {"batch_size": without}),
+        "with_plan": told.get(with_plan, {"batch_size": with_plan}),
+        "provenance": provenance(shown.trace.meta),
+        # What the untouched model needs is in the figures here.
+        "warnings": list(texts_beside_untouched(shown)),
+        "probes": [*told.values()],
+    }
     return MaxBatch(
-        request=request,
-        alloc_conf=shown.setting.alloc_conf,
+        problem=shown.problem,
+        trace_name=traced.model,
+        rows=probes,
+        data=data,
+        words=f"{traced.model} on {device.room()}",
+        short=f"{traced.model} on {device.name}: batch {without} without a plan, {with_plan} with one of at most "
+        f"+{price:g} %",
+        table=_table(probes, of),
+        aside=("plan fits", ""),
+        notes=(*notes, str(data["provenance"])),
+        directory=traced.directory,
         without_plan=without,
         with_plan=with_plan,
-        probes=tuple(search.probes[b] for b in sorted(search.probes)),
-        provenance=provenance(shown.trace.meta),
-        # What the untouched model needs is in the figures here.
-        warnings=texts_beside_untouched(shown),
-        stopped_at_maximum=with_plan == top,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+def _plain(value: Any) -> Any:
+    return value.headline() if isinstance(value, RunFigures) else value
+
+
+class Verdict(NamedTuple):
     """One answer. `excess` says how far over the limit the number is, as a share of it: the line crosses 0 there."""
 
     fits: bool

@@ -109,6 +109,7 @@ class Study(Generic[R]):
     table: Table
     short: str = ""  # the same in a few words
     aside: tuple[str, ...] = ()  # titles of columns that a terminal does without
+    notes: tuple[str, ...] = ()  # lines below the table
     # Added time in percent against GiB: what no plan can go below, and the plans.
     curves: Mapping[str, notebook.Points] = field(default_factory=dict)
     plans: tuple[Plan | None, ...] = ()  # by row
@@ -124,7 +125,7 @@ class Study(Generic[R]):
     def lines(self) -> list[str]:
         """The answer to read."""
         warned = (f"warning {text}" for text in self.data.get("warnings", ()))
-        return [self.words, *self.table.without(*self.aside).lines(), *warned]
+        return [self.words, *self.table.without(*self.aside).lines(), *self.notes, *warned]
 
     def to_json(self) -> dict[str, Any]:
         return self.data

@@ -131,14 +131,14 @@ def test_the_largest_batch_on_a_cpu_is_the_one_of_all(tmp_path: Path) -> None:
     following = found.probe(b)
     assert following is not None  # confirmed, not extrapolated
     assert following.plan_fits is False
-    assert len(found.probes) <= 12
+    assert len(found.rows) <= 12
 
 
 def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     of = load_gpu(20)
     memory = reserved_peak(Problem(of), build(Problem(of))).peak_reserved_bytes
     found = found_in(tmp_path, memory, load_gpu, "cuda")
-    fits = {p.batch_size: p.fits for p in found.probes}
+    fits = {p.batch_size: p.fits for p in found.rows}
     assert fits[found.without_plan]
     assert not fits[found.without_plan + 1]
     best = found.probe(found.with_plan)
@@ -146,7 +146,7 @@ def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     peak = (best.plan or best.baseline).peak_reserved_bytes
     assert peak is not None
     assert peak <= memory
-    assert any("a CUDA build of torch" in text for text in found.warnings)
+    assert any("a CUDA build of torch" in text for text in found.data["warnings"])
 
 
 def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:
     plan = Plan.load(tmp_path / kept.plan_path)
     assert plan.actions == ()
     assert plan.predicted["plan"]["peak_allocated_bytes"] == needs(graph)
-    assert not any("untouched" in text for text in found.warnings)  # which the figures themselves say
+    assert not any("untouched" in text for text in found.data["warnings"])  # which the figures themselves say
 
 
 def test_an_untouched_model_that_needs_less_than_its_graph_may_be_larger(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:
     memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
     eights = found_in(tmp_path, memory, load, multiple_of=8, budget_overhead_percent=0.0)
     assert (eights.without_plan, eights.with_plan) == (16, 16)
-    assert all(p.batch_size % 8 == 0 for p in eights.probes)
+    assert all(p.batch_size % 8 == 0 for p in eights.rows)
     small = found_in(tmp_path, memory, load, maximum=5)
-    assert (small.without_plan, small.with_plan, small.stopped_at_maximum) == (5, 5, True)
+    assert (small.without_plan, small.with_plan, small.data["stopped_at_maximum"]) == (5, 5, True)
     nothing = found_in(tmp_path, 1000, load)
     assert (nothing.without_plan, nothing.with_plan) == (0, 0)
     with pytest.raises(SpecError, match="no multiple"):
