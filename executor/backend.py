@@ -23,10 +23,10 @@ from torch import fx, nn
 from executor.graphs.graph import Graph, compile_graph
 from executor.graphs.match import Fitted, fitted, left_out
 from executor.graphs.mismatch import HINT
-from simulator import api as simulator
 from simulator.core.limits import DEFAULTS, check_budget, parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
+from simulator.prediction import ask as simulator
 from tracer.api import GPU_UNKNOWN
 from tracer.capture.compiling import SETTINGS, differentiable
 from tracer.costs.cost import Costs

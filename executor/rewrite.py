@@ -16,9 +16,9 @@ from typing import Any, Final
 from torch import fx
 
 from executor.codecs.host import WAIT_IN
+from simulator.core.facts import PREFETCH, RELOAD
 from simulator.core.from_output import Swap
 from simulator.core.schedule import Schedule
-from simulator.core.transfers import PREFETCH, RELOAD
 from tracer.capture.passes.batch_norm import again as without_effect
 from tracer.record.program import Program, inplace_twin, is_number
 from tracer.torch_api import BoxedCodeGen

@@ -18,8 +18,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simulator.api import bound, plan, simulate
     from simulator.planners.outcome import Infeasible
+    from simulator.prediction.ask import bound, plan, simulate
     from simulator.studies.comparison import compare
     from simulator.studies.max_batch import max_batch
     from simulator.studies.pareto import pareto
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     """Return what the package offers, imported when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"simulator.{PLACES.get(name, 'api')}"), name)
+    found = globals()[name] = getattr(import_module(f"simulator.{PLACES.get(name, 'prediction.ask')}"), name)
     return found
 
 

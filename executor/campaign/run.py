@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from executor.campaign.cases import NONE, Case, Method
 from executor.measuring import JobResult
 from executor.plans import Outcome, Settings, measure_plan
-from simulator import api
+from simulator.prediction import ask as api
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, TraceError
 from traces.files import Form, JsonRecord, to_json
 from traces.isolated import run_fresh

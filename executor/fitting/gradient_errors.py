@@ -15,7 +15,7 @@ from executor.training.module import apply_plan, remove_plan
 from executor.training.planning import Wanted, plan_within
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
-from simulator.levers.lever import parts
+from simulator.levers.edit import parts
 from simulator.prediction.levers import ANY
 from tracer.api import left_as_found
 from tracer.step.loop import run_step

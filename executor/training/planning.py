@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from executor.backend import Say
-from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
+from simulator.prediction import ask as simulator
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.precision.policy import ambient
 from tracer.recording import record_fake

@@ -12,7 +12,6 @@ from simulator.allocator.reserved import ReservedFigures, reserved_peak
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from simulator.core.limits import parse_budget
 from simulator.core.problem import Problem, Replay
-from traces.devices import CONTEXT_BYTES, device
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.trace import TraceMeta
@@ -51,6 +50,8 @@ class DeviceMemory:
         size = show_bytes(self.memory_bytes)
         parts = [self.name if self.name.endswith(size) else f"{self.name}: {size}"]
         if self.context_bytes:
+            from traces.devices import CONTEXT_BYTES
+
             assumed = " (assumed)" if self.context_bytes == CONTEXT_BYTES else ""
             parts.append(f"less {show_bytes(self.context_bytes)} for the CUDA context{assumed}")
         if self.reserve_bytes:
@@ -88,6 +89,8 @@ def device_memory(
                 "--context and --reserve are parts of a device's memory; name one with --gpu or --device-memory."
             )
         return None
+    from traces.devices import CONTEXT_BYTES, device
+
     entry = None if gpu is None else device(gpu)
     if kind is None:
         kind = CPU if entry is None else entry.kind

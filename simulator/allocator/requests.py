@@ -18,7 +18,6 @@ from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
-from traces.records.events import replayed, that_stay
 from traces.records.trace import (
     BACKWARD,
     FIRST,
@@ -29,6 +28,8 @@ from traces.records.trace import (
     OPTIMIZER_STATE,
     WORKSPACE,
     Trace,
+    replayed,
+    that_stay,
 )
 
 OWN_LOOP: Final = "step()"  # the user's own, of which only the untouched requests say what it does

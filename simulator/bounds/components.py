@@ -1,7 +1,7 @@
 """Split what is wanted and what is there at an instant into small networks that only the price of bytes connects, and
 find the cheapest split of each at a price: a minimum cut, exactly.
 
-Which ops and storages a network has, and what its edges mean, stands in `simulator.bounds.bound`. Networks that are
+Which ops and storages a network has, and what its edges mean, stands in `simulator.bounds`. Networks that are
 alike, of which repeated layers make many, are solved once.
 """
 

@@ -44,8 +44,7 @@ def plan_command(
     trace_name: str, words: Words, shapes: str | None, output: Path | None, force: bool, out: Output
 ) -> None:
     """Simulate TRACE, and find the cheapest plan within a budget."""
-    from simulator.api import problem_of
-    from simulator.prediction.ask import ask, question
+    from simulator.prediction.ask import ask, problem_of, question
 
     asked = question(**words)
     if output is not None:

@@ -58,8 +58,8 @@ def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
 
     Levers change the step before anything is recomputed. `simulate TRACE --allow` lets a plan take them.
     """
-    from simulator.api import problem_of
     from simulator.core.limits import parse_budget
+    from simulator.prediction.ask import problem_of
     from simulator.studies.levers import study
 
     problem = problem_of(trace_name)

@@ -16,8 +16,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.core.facts import RELOAD, transfer_ns
 from simulator.core.problem import Problem
-from simulator.core.transfers import RELOAD, transfer_ns
 from simulator.kernels.walk import (
     FORBIDDEN,
     FULL,

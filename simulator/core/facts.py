@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Self, TypeVar, cast
+from typing import Final, Self, TypeVar, cast
 
 from simulator.core.limits import NONE, Constraints
-from simulator.core.selectors import resolve
-from simulator.core.transfers import RELOAD
 from traces.records.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 T = TypeVar("T")
@@ -57,21 +55,19 @@ class Facts:
         """
         self.trace, self.constraints = trace, constraints
         self._once: dict[Hashable, object] = {}
-        forbidden = resolve(trace, constraints)
+        never, always_saved = _forbidden(trace, constraints)
         ops, sts = trace.ops, trace.storages
         n_ops, n_st = len(ops), len(sts)
         creates = tuple(tuple(s for s in ops.writes[i] if sts.producer[s] == i) for i in range(n_ops))
         is_view = tuple(bool(f & VIEW) for f in ops.flags)
-        may_rerun = tuple(
-            not f & FORBIDS_RECOMPUTE and i not in forbidden.never for i, f in enumerate(ops.flags)
-        )
+        may_rerun = tuple(not f & FORBIDS_RECOMPUTE and i not in never for i, f in enumerate(ops.flags))
         forward_end = next((i for i in range(n_ops) if ops.phase[i] != FORWARD), n_ops)
         resident = tuple(p < 0 for p in sts.producer)
         read_back = tuple(
             0 <= sts.producer[s] < forward_end and sts.last_backward_use[s] >= 0 for s in range(n_st)
         )
         saved_by_default = tuple(
-            read_back[s] or (0 <= p < forward_end and (s in forbidden.always_saved or p in forbidden.never))
+            read_back[s] or (0 <= p < forward_end and (s in always_saved or p in never))
             for s, p in enumerate(sts.producer)
         )
         outside_reader = [False] * n_st
@@ -96,9 +92,7 @@ class Facts:
                 end = min(read, default=n_ops)
                 for s in creates[i]:
                     might[s] = natural
-                    rebuildable[s] = (
-                        ok and s not in forbidden.always_saved and sts.last_backward_use[s] <= end
-                    )
+                    rebuildable[s] = ok and s not in always_saved and sts.last_backward_use[s] <= end
                     until[s] = end
         reloaded = frozenset(
             s for i in range(forward_end) if ops.target[i] == RELOAD for s in creates[i] if read_back[s]
@@ -156,6 +150,14 @@ class Facts:
         return type(self)(self.trace) if self.constraints else self
 
 
+def _forbidden(trace: Trace, constraints: Constraints) -> tuple[frozenset[int], frozenset[int]]:
+    if not constraints:
+        return frozenset(), frozenset()
+    from simulator.core.selectors import resolve
+
+    return resolve(trace, constraints)
+
+
 def _first_overwritten(trace: Trace, forward_end: int) -> list[int]:
     """Storage -> the first op after forward that overwrites it, from which on nothing that read it can be computed
     again; the number of ops if there is none."""
@@ -184,3 +186,47 @@ def _read_without_their_maker(
             out.update(s for s in ops.reads[i] if producer[s] >= 0 and s not in taken)
         behind.append(taken if is_view[i] else set(creates[i]))
     return frozenset(out)
+
+
+# Copies to and from host memory: the ops that ask for them, and what they take.
+#
+# A copy runs beside the ops, on one of two more resources: out to host memory, and in from it. Each does one copy after
+# the other, in the order in which the schedule asks for them, and none begins before the step that asks for it.
+#
+# - `OFFLOAD` makes a ticket of a value, and its copy out begins.
+# - `RELOAD` makes the value of its ticket: at first it hands on the memory that is there; run again, it allocates, and
+#   the copy in begins.
+# - `WAIT_OUT`, which reads the value and its ticket, waits until the copy out is complete: then the memory is freed.
+# - `PREFETCH` reads the value so that it is reloaded there; what else reads it waits for its copy in.
+#
+# Counts: the bytes by one rate, and a latency for each copy. Ignores: that ops slow down while memory is copied, and
+# that both directions together may be slower. On a CPU nothing runs beside: a copy takes its time where it begins.
+
+OFFLOAD: Final = "lowtide.offload.default"
+RELOAD: Final = "lowtide.reload.default"
+WAIT_OUT: Final = "lowtide.wait_out.default"
+PREFETCH: Final = "lowtide.prefetch.default"
+DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
+LATENCY_NS: Final = 15_000  # until a copy begins: a rule of thumb, not measured here
+
+
+def copy_ns(nbytes: int, bytes_per_s: int) -> int:
+    """The time that a copy takes either way."""
+    return LATENCY_NS - (-nbytes * 10**9 // bytes_per_s)
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """The host memory that a copy takes: torch's allocator of pinned memory rounds up to a power of two."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+def transfer_ns(trace: Trace, op: int) -> int:
+    """The time of the copy that an `OFFLOAD` or `RELOAD` asks for."""
+    ids = trace.ops.reads[op] if trace.ops.target[op] == OFFLOAD else trace.ops.writes[op]
+    return copy_ns(trace.storages.nbytes[ids[0]], trace.meta.rates["host_bytes_per_s"])
+
+
+def waiting_ns(trace: Trace, op: Sequence[int], duration_ns: Sequence[int]) -> int:
+    """How long the steps of a schedule wait for copies out."""
+    steps = zip(op, duration_ns, strict=True)
+    return sum(ns for i, ns in steps if trace.ops.target[i] in (OFFLOAD, WAIT_OUT))

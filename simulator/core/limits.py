@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.kernels.clock import now
+from simulator.kernels import now
 from traces.errors import SpecError
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP
 

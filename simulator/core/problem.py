@@ -7,7 +7,7 @@ A step has two instants. While it runs, its outputs and its workspace are alloca
 when it has ended, the workspace is gone and the storages that nobody needs any more are freed.
 
 Counts: every storage of the trace once, however many views it has; the measured allocations inside each op; how long
-a step waits for copies to and from host memory, which run beside (`core.transfers`). Ignores:
+a step waits for copies to and from host memory, which run beside (`core.facts`). Ignores:
 rounding and fragmentation of the device's allocator, and library workspaces that outlive an op.
 """
 
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from simulator.core.facts import Facts
+from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, Facts, transfer_ns
 from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
-from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, transfer_ns
 from traces.records.plan import Action
 from traces.records.trace import CATEGORIES, VIEW, WORKSPACE, Trace
 
@@ -93,7 +92,7 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
 
 
 def stalls(trace: Trace, schedule: Schedule) -> dict[int, int]:
-    """How long steps wait before they run for copies to and from host memory (`core.transfers`), by step, in ns."""
+    """How long steps wait before they run for copies to and from host memory (`core.facts`), by step, in ns."""
     ops, beside = trace.ops, trace.meta.device != "cpu"
     if OFFLOAD not in ops.target:
         return {}

@@ -36,14 +36,6 @@ class Selector:
         return by_module or by_op if self.either else by_module and by_op
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """The ops and storages that constraints mean in one trace."""
-
-    never: frozenset[int]  # ops that must not run again
-    always_saved: frozenset[int]  # storages of forward that must not be computed again
-
-
 def parse_selector(text: str) -> Selector:
     """A selector from its text; raises SpecError if it is none."""
     sides = [side.strip() for side in text.split(SEPARATOR)]
@@ -106,9 +98,9 @@ def matching_ops(trace: Trace, text: str, option: str) -> tuple[int, ...]:
     return tuple(out)
 
 
-def resolve(trace: Trace, constraints: Constraints) -> Resolved:
-    """The ops and storages that the constraints speak of. Raises SpecError if a selector is malformed, or means nothing
-    that it could forbid or save.
+def resolve(trace: Trace, constraints: Constraints) -> tuple[frozenset[int], frozenset[int]]:
+    """The ops that must not run again, and the storages of forward that must not be computed again. Raises
+    SpecError if a selector is malformed, or means nothing that it could forbid or save.
     """
     sts = trace.storages
     is_view = [bool(f & VIEW) for f in trace.ops.flags]
@@ -129,4 +121,4 @@ def resolve(trace: Trace, constraints: Constraints) -> Resolved:
                 f"--always-save {text!r} matches only views of parameters and inputs, which are there anyway."
             )
         always_saved |= mine
-    return Resolved(never=frozenset(never), always_saved=frozenset(always_saved))
+    return frozenset(never), frozenset(always_saved)

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, cast
 import numba
 from numba.core import event, options
 
-from simulator.kernels.clock import excuse
+from simulator.kernels import excuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("lowtide")

@@ -1,22 +1,74 @@
-"""Levers: the ways in which a step is changed before anything is recomputed, in the order in which they are made."""
+"""Levers: the ways in which a step is changed before anything is recomputed, in the order in which they are made.
+
+Each module of this room is one lever, or several that differ in a format: what can be changed (`offer`), in which order
+and in what steps it is worth trying (`ladders`), what a change does to the trace (`edit`), what it takes (`adds_ns`)
+and how a plan says it (`told`). A planner climbs ladders and knows nothing else; the executor builds what the edited
+trace says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Final, cast
 
+from simulator.core.formats import FORMATS
 from simulator.core.problem import Problem
-from simulator.levers import invert, offload, pack, tile
-from simulator.levers.edit import Editing
-from simulator.levers.lever import Lever
+from simulator.levers.edit import Editing, Ladder, Wish, by_shares, counted
 from traces.errors import PlanError
-from traces.records.plan import EXACTNESS, Plan, Rewrite
+from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Plan, Rewrite
 from traces.records.store import validate
 from traces.records.trace import Trace
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """One lever; its module is imported when it is asked for something."""
+
+    name: str  # the kind of its rewrites
+    exactness: str  # how gradients agree with the unchanged step's
+    module: str
+    unasked: bool = False  # plans take it without its being named
+
+    def _ask(self, function: str, *of: Any, otherwise: Any = None) -> Any:
+        return getattr(import_module(f"simulator.levers.{self.module}"), function, otherwise)(*of)
+
+    def offer(self, problem: Problem) -> Iterable[Rewrite]:
+        """The rewrites that the step allows; first what is worth most."""
+        return cast(Iterable[Rewrite], self._ask("offer", problem, self.name))
+
+    def ladders(self, problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
+        """What of the rewrites offered can be chosen."""
+        return cast(Iterator[Ladder], self._ask("ladders", problem, rewrites, wish, otherwise=by_shares))
+
+    def edit(self, editing: Editing, rewrite: Rewrite) -> None:
+        """Change the trace. Raises PlanError if the rewrite means nothing there."""
+        self._ask("edit", editing, rewrite)
+
+    def adds_ns(self, problem: Problem, rewrite: Rewrite) -> int:
+        """By how much a rewrite makes the step longer, at least."""
+        return int(self._ask("adds_ns", problem, rewrite, otherwise=lambda *_: 0))
+
+    def told(self, trace: Trace, rewrites: Sequence[Rewrite]) -> str:
+        """What a plan's rewrites do, in words."""
+        return str(self._ask("told", trace, rewrites, otherwise=counted))
+
+
+def _packs(*, exact: bool) -> list[Lever]:
+    of, names = EXACT if exact else APPROXIMATE, (n for n, format in FORMATS.items() if format.exact == exact)
+    return [Lever(name=n, exactness=of, module="pack", unasked=exact) for n in names]
+
+
 LEVERS: Final[dict[str, Lever]] = {
-    lever.name: lever for lever in (tile.LEVER, *pack.EXACT, invert.LEVER, *pack.LOSSY, offload.LEVER)
+    lever.name: lever
+    for lever in (
+        Lever(name="tile", exactness=FP, module="tile", unasked=True),
+        *_packs(exact=True),
+        Lever(name="invert", exactness=FP, module="invert"),
+        *_packs(exact=False),
+        Lever(name="offload", exactness=EXACT, module="offload"),
+    )
 }
 UNASKED: Final = tuple(name for name, lever in LEVERS.items() if lever.unasked)
 

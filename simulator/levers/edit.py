@@ -1,4 +1,5 @@
-"""Editing a trace: its ops and storages as objects that are added, taken out and redirected, then a trace again.
+"""What levers share: ladders, which say what can be chosen, and the editing of a trace: its ops and storages as objects
+that are added, taken out and redirected, then a trace again.
 
 An op that is added says what it takes, beside the columns of a trace, so that the executor can run what the edited
 trace says.
@@ -7,12 +8,15 @@ trace says.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
+from simulator.core.limits import Levers
+from simulator.core.problem import Problem
+from traces.records.plan import Rewrite
 from traces.records.store import validate
 from traces.records.trace import (
     BACKWARD,
@@ -31,6 +35,51 @@ from traces.records.trace import (
 Known = TypeVar("Known")
 PLAIN = [f.name for f in fields(Ops) if f.name not in ("inputs", "reads", "writes", "overwrites")]
 USES = tuple(f"{which}_{phase}_use" for phase in (FORWARD, BACKWARD) for which in ("first", "last"))
+
+SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The question that plans are made for."""
+
+    levers: Levers
+    budget_bytes: int = 0
+    # What the last byte that recomputation saves costs: ns for so many bytes; (0, 0): nobody knows yet.
+    price: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """Sets of rewrites of which a plan takes none or one; the next rung changes more than the one before."""
+
+    rungs: tuple[tuple[Rewrite, ...], ...]
+    first: Sequence[
+        int
+    ]  # those to try first: from the best of them the climb goes on, up or down, while that helps
+    waits: bool = False  # the step may wait for what runs beside it
+
+
+def ladder(rungs: Iterable[tuple[Rewrite, ...]]) -> Iterator[Ladder]:
+    """The ladder of these rungs, all of which are tried; none where there is no rung."""
+    if made := tuple(filter(None, rungs)):
+        yield Ladder(rungs=made, first=range(len(made)))
+
+
+def parts(rewrites: Sequence[Rewrite]) -> list[tuple[Rewrite, ...]]:
+    """Rewrites of single values, in the parts of which the first, the first two and so on can be chosen."""
+    ends = [-(-len(rewrites) * k // SHARES) for k in range(SHARES + 1)]
+    return [tuple(rewrites[a:b]) for a, b in pairwise(ends) if a < b]
+
+
+def by_shares(_: Problem, rewrites: Sequence[Rewrite], __: Wish) -> Iterator[Ladder]:
+    """A quarter of what is offered, half of it, and so on."""
+    return ladder(accumulate(parts(rewrites)))
+
+
+def counted(_: Trace, rewrites: Sequence[Rewrite]) -> str:
+    """How many values are changed."""
+    return f"{len(rewrites)} values"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -19,10 +19,9 @@ from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.levers.edit import Argument, Editing, Op, Taken, Value, users_of
-from simulator.levers.lever import Lever
 from simulator.levers.pack import activation, activation_of, at_rate, needed, pass_rate
 from traces.errors import PlanError
-from traces.records.plan import FP, Rewrite
+from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, FORWARD, Trace
 
 LEAST: Final = 1 << 16  # numbers: the ops compile their loops from here on
@@ -31,12 +30,12 @@ TWO_BITS: Final = ("silu",)  # an element of bfloat16 has, of these activations
 CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
 
 
-def offer(problem: Problem) -> Iterator[Rewrite]:
+def offer(problem: Problem, kind: str = "invert") -> Iterator[Rewrite]:
     """The saved inputs of activations that can be done without; first the largest."""
     trace, sts = problem.trace, problem.trace.storages
     for s in sorted(trace.saved, key=lambda s: (-sts.nbytes[s], s)):
         if not problem.pinned[s] and not isinstance(pair_of(trace, s, _users(problem)[s]), str):
-            yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
+            yield Rewrite(kind=kind, storage=s, op=trace.ops.name[sts.producer[s]])
 
 
 def _users(problem: Problem) -> list[list[int]]:
@@ -145,6 +144,3 @@ def pair_of(trace: Trace, s: int, users: Sequence[int]) -> Pair | str:
     if not any(y in ops.reads[i] and ops.phase[i] != FORWARD and i != pair.backward for i in later):
         return "backward does not read the output"
     return pair
-
-
-LEVER: Final = Lever(name="invert", exactness=FP, offer=offer, edit=edit, adds_ns=adds_ns)

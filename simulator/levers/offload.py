@@ -1,7 +1,7 @@
 """Offload: a value waits in pinned host memory between forward and backward, with copies that run beside the step.
 
 Its copy out begins where it is made; its memory is freed where the copy is complete, and allocated again some ops
-before something of backward may need it, where the copy in begins (`simulator.core.transfers` has the four ops). What
+before something of backward may need it, where the copy in begins (`simulator.core.facts` has the four ops). What
 comes back is for recomputations, too.
 
 What is copied: first the values of most time to make for their bytes, and those that cannot be made again, as long as
@@ -21,14 +21,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final
 
+from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
 from simulator.core.problem import Problem
-from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
-from simulator.levers.edit import Editing, Layout, Op, Taken, Value, users_of
-from simulator.levers.lever import Ladder, Lever, Wish, ladder
+from simulator.levers.edit import Editing, Ladder, Layout, Op, Taken, Value, Wish, ladder, users_of
 from simulator.levers.pack import Packing, needed
 from traces.devices import device
 from traces.errors import PlanError, SpecError
-from traces.records.plan import EXACT, Rewrite
+from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, BACKWARD, EAGER, EFFECT, FORWARD, RANDOM, Trace
 from traces.units import show_bytes
 
@@ -37,7 +36,7 @@ UNKNOWN: Final = 10**10  # bytes a second
 SHARES: Final = 4  # of what does not hide
 
 
-def offer(problem: Problem) -> Iterator[Rewrite]:
+def offer(problem: Problem, kind: str = "offload") -> Iterator[Rewrite]:
     """The values that can be copied away, in the order of their worth, as they are placed if all are taken, at the rate
     that the trace measured or else the device table's; where neither has one, without a rate."""
     step, meta = problem.once(_Step, _Step), problem.trace.meta
@@ -298,6 +297,3 @@ def host_bytes(trace: Trace, rewrites: Iterable[Rewrite]) -> int:
 def told(trace: Trace, rewrites: Sequence[Rewrite]) -> str:
     """How many values wait in host memory, and in how much of it."""
     return f"{len(rewrites)} values, {show_bytes(host_bytes(trace, rewrites))} in host memory"
-
-
-LEVER: Final = Lever(name="offload", exactness=EXACT, offer=offer, edit=edit, ladders=ladders, told=told)

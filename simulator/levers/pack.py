@@ -15,15 +15,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from simulator.core.formats import FORMATS, HOLDS, narrow
 from simulator.core.problem import Problem
-from simulator.levers.edit import Editing, Layout, Op, Taken, Value, users_of
-from simulator.levers.lever import Ladder, Lever, Wish, ladder
+from simulator.levers.edit import Editing, Ladder, Layout, Op, Taken, Value, Wish, by_shares, ladder, users_of
 from traces.errors import PlanError
-from traces.records import plan
 from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, RANDOM, VIEW, Trace
 
@@ -58,10 +55,12 @@ def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
     return at_rate(rate, costs(problem.trace, rewrite.storage, rewrite.kind)[1])
 
 
-def by_price(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
+def ladders(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
     """Return those whose byte costs less than the last one that recomputation saves, if all of that is a thousandth of
-    the step at least; all, if that is not known."""
+    the step at least; all, if that is not known. Of lossy formats by shares."""
     ns, nbytes = wish.price
+    if not FORMATS[rewrites[0].kind].exact:
+        return by_shares(problem, rewrites, wish)
     if not nbytes:
         return ladder([tuple(rewrites)])
     saves = ((r, ns * costs(problem.trace, r.storage, r.kind)[0] // nbytes) for r in rewrites)
@@ -70,7 +69,7 @@ def by_price(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Itera
     return ladder([tuple(r for r, _ in gains)] if enough else ())
 
 
-def offer(format: str, problem: Problem) -> list[Rewrite]:
+def offer(problem: Problem, format: str) -> list[Rewrite]:
     """The saved values that can be packed in a format and are worth it; first what saves most for its time."""
     trace, sts = problem.trace, problem.trace.storages
     rate, found = problem.once(pass_rate, lambda f: pass_rate(f.trace)), []
@@ -321,18 +320,3 @@ def _views_taken(forward: Sequence[Op], backward: Sequence[Op]) -> list[Op]:
             views.append(op)
             taken.update(op.inputs)
     return views[::-1]
-
-
-_OF: Final = {name: partial(offer, name) for name in FORMATS}
-EXACT: Final = tuple(
-    Lever(
-        name=n, exactness=plan.EXACT, offer=_OF[n], edit=edit, ladders=by_price, adds_ns=adds_ns, unasked=True
-    )
-    for n, format in FORMATS.items()
-    if format.exact
-)
-LOSSY: Final = tuple(
-    Lever(name=n, exactness=plan.APPROXIMATE, offer=_OF[n], edit=edit, adds_ns=adds_ns)
-    for n, format in FORMATS.items()
-    if not format.exact
-)

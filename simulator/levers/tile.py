@@ -20,13 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from simulator.core.facts import DROPOUT_MASK
 from simulator.core.problem import Problem
-from simulator.levers.edit import Argument, Editing, Factor, InTiles, Like, Op, Taken, Value
-from simulator.levers.lever import Ladder, Lever, Wish
+from simulator.levers.edit import Argument, Editing, Factor, InTiles, Ladder, Like, Op, Taken, Value, Wish
 from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
-from traces.records.events import OwnEvents, replayed
-from traces.records.plan import FP, Rewrite
+from traces.records.plan import Rewrite
 from traces.records.trace import (
     ACTIVATION,
     BACKWARD,
@@ -37,10 +36,12 @@ from traces.records.trace import (
     SUM,
     VIEW,
     WHOLE,
+    OwnEvents,
     Part,
     Result,
     Stretch,
     Trace,
+    replayed,
 )
 
 NUMBERS: Final = (2, 4, 8, 16, 32, 64, 128)  # of tiles that are tried
@@ -50,20 +51,19 @@ SHARE: Final = (
 # In which a result is copied, or added to that of the tiles before.
 PASSES: Final = {ROWS: 2, PRODUCT: 2, SUM: 3}
 PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm"))
-DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
 NUMBER_BYTES: Final = 16  # a number by itself takes so much at most
 # So many tiles' allocations stand in the trace, beside the last: further ones are like the second.
 SHOWN: Final = 2
 
 
-def offer(problem: Problem) -> Iterator[Rewrite]:
+def offer(problem: Problem, kind: str = "tile") -> Iterator[Rewrite]:
     """The stretches that can run in tiles, each in any number of them; none whose widest value is small."""
     sts = problem.trace.storages
     least = max((n for n, op in zip(sts.nbytes, sts.producer, strict=True) if op >= 0), default=0) // SHARE
     for stretch in problem.trace.meta.stretches:
         for number in NUMBERS:
             if number <= stretch.rows and sts.nbytes[stretch.storage] >= least:
-                yield Rewrite(kind="tile", storage=stretch.storage, number=number)
+                yield Rewrite(kind=kind, storage=stretch.storage, number=number)
 
 
 def ladders(problem: Problem, rewrites: Sequence[Rewrite], _: Wish) -> Iterator[Ladder]:
@@ -352,15 +352,3 @@ def _run_tile(
                 there.pop(s, None)  # it stays, or is no value of its own
         for s in [s for s in there if last[s] <= k]:
             own.free(there.pop(s))
-
-
-LEVER: Final = Lever(
-    name="tile",
-    exactness=FP,
-    offer=offer,
-    edit=edit,
-    ladders=ladders,
-    adds_ns=adds_ns,
-    told=told,
-    unasked=True,
-)

@@ -22,7 +22,7 @@ from typing import Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core.evaluator import Evaluator, State, evaluator_of, without
 from simulator.core.limits import DEFAULTS, Clock, Limits
 from simulator.core.problem import Problem

@@ -34,9 +34,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from simulator.core.evaluator import evaluator_of
+from simulator.core.facts import OFFLOAD, RELOAD, copy_ns
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from simulator.core.transfers import OFFLOAD, RELOAD, copy_ns
 from simulator.levers import offload, rewritten_problem
 from simulator.planners.outcome import Infeasible, finish, refuse
 from traces.errors import SpecError

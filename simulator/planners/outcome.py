@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core.problem import Problem, Timeline
 from simulator.core.schedule import Schedule
 from traces.errors import BudgetError

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import compress
 from typing import Final
 
-from simulator.bounds.bound import Bound, Instants, bounder_of
+from simulator.bounds import Bound, Instants, bounder_of
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.from_output import taken, with_swaps
 from simulator.core.limits import DEFAULTS, Limits

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from simulator.bounds.bound import Bound, bounder_of
+from simulator.bounds import Bound, bounder_of
+from simulator.core.facts import waiting_ns
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
-from simulator.core.transfers import waiting_ns
 from simulator.levers import LEVERS, UNASKED, checked, draft_problem, exactness_of, in_order, ops_take_ns
-from simulator.levers.lever import Ladder, Wish
+from simulator.levers.edit import Ladder, Wish
 from simulator.planners.outcome import Infeasible, percent
 from traces.errors import SpecError
-from traces.records.gradient_errors import COMMAND
-from traces.records.plan import APPROXIMATE, FP, Plan, Rewrite
+from traces.records.plan import APPROXIMATE, ERRORS_COMMAND, FP, Plan, Rewrite
 from traces.records.trace import MOST, Trace
 from traces.units import show_bytes
 
@@ -44,7 +43,7 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     """
     if levers.errors is not None and levers.errors.fingerprint != problem.trace.meta.graph_fingerprint:
         raise SpecError(
-            f"the errors of gradients were measured on another step, of {levers.errors.model}: `{COMMAND}`."
+            f"the errors of gradients were measured on another step, of {levers.errors.model}: `{ERRORS_COMMAND}`."
         )
     if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
         raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
@@ -124,7 +123,7 @@ def check_named(levers: Levers) -> None:
     if lacking := [k for k, n in exactness.items() if n == APPROXIMATE and k not in _measured(levers)]:
         raise SpecError(
             f"by how much {', '.join(lacking)} changes the gradient of this step is not known: measure it with "
-            f"`{COMMAND} --levers {','.join(lacking)}`, then give --errors errors.json."
+            f"`{ERRORS_COMMAND} --levers {','.join(lacking)}`, then give --errors errors.json."
         )
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from simulator.allocator.device import CUDA, DeviceFit, Setting, asking_ahead, device_fit, kind_of, setting_of
 from simulator.allocator.requests import untouched_requests
+from simulator.core.facts import DROPOUT_MASK
 from simulator.core.problem import Problem, Replay, run
 from simulator.core.schedule import Schedule
 from simulator.levers import rewritten_problem
-from simulator.levers.tile import DROPOUT_MASK
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
 from traces.errors import SpecError

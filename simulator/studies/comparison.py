@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Unpack
 
-from simulator.api import Budget, Source, problem_of
-from simulator.bounds.bound import lower_bound
+from simulator.bounds import lower_bound
 from simulator.planners import REGISTRY, find
-from simulator.prediction.ask import Device, Say, Words, ask, question, silent
+from simulator.prediction.ask import Budget, Device, Say, Source, Words, ask, problem_of, question, silent
 from simulator.prediction.step import predict, texts_of
 from simulator.show.tables import Cell, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json

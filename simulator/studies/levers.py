@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, rewritten_problem
-from simulator.levers.lever import Wish
+from simulator.levers.edit import Wish
 from simulator.planners.outcome import percent
 from simulator.prediction.levers import Changed, climb, floor_of, ladders
 from simulator.show.tables import table

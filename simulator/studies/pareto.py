@@ -12,11 +12,21 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, Unpack
 
-from simulator.api import Source, problem_of
-from simulator.bounds.bound import bound_curve, bounder_of
+from simulator.bounds import bound_curve, bounder_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import Answer, Device, Question, Say, Words, ask, question, silent
+from simulator.prediction.ask import (
+    Answer,
+    Device,
+    Question,
+    Say,
+    Source,
+    Words,
+    ask,
+    problem_of,
+    question,
+    silent,
+)
 from simulator.prediction.step import texts_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json

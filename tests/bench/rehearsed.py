@@ -28,9 +28,9 @@ from typing import Any
 import click
 
 from executor.cli.rehearse import APPLY
-from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
+from simulator.prediction import ask as api
 from simulator.prediction.step import untouched_fit, warnings
 from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
 from tracer import trace

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from simulator.bounds.bound import bound_curve
+from simulator.bounds import bound_curve
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits, parse_budget
 from simulator.core.problem import Problem

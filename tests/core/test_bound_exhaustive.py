@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
+from simulator.bounds import Bounder, Instant, Instants, Setting, bound_curve
 from simulator.bounds import components as components_module
-from simulator.bounds.bound import Bounder, Instant, Instants, Setting, bound_curve
 from simulator.bounds.components import Component
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem

@@ -14,8 +14,9 @@ import numba
 import numpy as np
 import pytest
 
+from simulator import kernels as clock
 from simulator.core.limits import Limits
-from simulator.kernels import clock, compiled
+from simulator.kernels import compiled
 from tests.tiny import chain
 from traces.records.store import save
 

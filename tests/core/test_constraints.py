@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from simulator.bounds.bound import lower_bound
+from simulator.bounds import lower_bound
 from simulator.cli.main import main
 from simulator.core.limits import Constraints
 from simulator.core.problem import Problem, run

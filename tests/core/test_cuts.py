@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.bounds.bound import TURN, bounder_of
+from simulator.bounds import TURN, bounder_of
 from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem
 from simulator.planners.mu_two import Search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from simulator.bounds.bound import Instants
+from simulator.bounds import Instants
 from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem, by_category, holdings, peak_by_category, run
 from simulator.core.schedule import build

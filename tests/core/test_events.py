@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traces.records.events import OwnEvents, replayed, that_stay
+from traces.records.trace import OwnEvents, replayed, that_stay
 
 DRAWS = st.lists(st.tuples(st.booleans(), st.sampled_from((4, 8)), st.integers(0, 3)), min_size=1, max_size=9)
 

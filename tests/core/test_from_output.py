@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core import from_output
 from simulator.core.from_output import KIND, Swap
 from simulator.core.problem import Problem, run

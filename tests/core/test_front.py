@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.bounds.bound import Instants
+from simulator.bounds import Instants
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem, run

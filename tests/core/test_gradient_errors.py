@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from simulator import api
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.cli.main import main
 from simulator.core.limits import Constraints, Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
-from simulator.levers.edit import Editing
-from simulator.levers.lever import parts
+from simulator.levers.edit import Editing, parts
 from simulator.planners.outcome import Infeasible
+from simulator.prediction import ask as api
 from simulator.prediction.levers import lowest_floor
 from tests.tiny import bwd, fwd, trace
 from traces.errors import SpecError

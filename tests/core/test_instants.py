@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.bounds.bound import TURN, Cut, Instants
+from simulator.bounds import TURN, Cut, Instants
 from simulator.bounds.components import Link, Rerun, corners
 from simulator.core.limits import Constraints
 from simulator.core.problem import Problem

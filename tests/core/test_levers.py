@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from simulator.allocator.device import DeviceMemory
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.levers import LEVERS, ops_take_ns, rewritten, rewritten_problem, tile
-from simulator.levers.edit import Editing
-from simulator.levers.lever import Ladder
+from simulator.levers import ops_take_ns, rewritten, rewritten_problem, tile
+from simulator.levers.edit import Editing, Ladder
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import levers
@@ -314,7 +313,7 @@ def test_a_changed_step_that_contradicts_itself_is_not_planned(monkeypatch: pyte
         edit(editing, rewrite)
         editing.order[0].time_ns = -1
 
-    monkeypatch.setitem(LEVERS, "tile", replace(tile.LEVER, edit=wrong))
+    monkeypatch.setattr(tile, "edit", wrong)
     problem = Problem(head())
     for make in (
         lambda: rewritten_problem(problem, [in_tiles(2)]),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from simulator.bounds.bound import Instants
+from simulator.bounds import Instants
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.levers import ops_take_ns, rewritten, tile

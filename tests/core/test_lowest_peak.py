@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core.limits import NONE, Constraints, Levers, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with, search

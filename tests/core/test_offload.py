@@ -9,14 +9,14 @@ from itertools import chain, combinations, product
 import pytest
 
 from simulator import compare
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core.evaluator import Evaluator
+from simulator.core.facts import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
-from simulator.core.transfers import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns
 from simulator.levers import exactness_of, offload, rewritten, rewritten_problem
-from simulator.levers.lever import Wish
+from simulator.levers.edit import Wish
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
 from simulator.studies.levers import study

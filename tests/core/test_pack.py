@@ -10,7 +10,7 @@ from simulator.core.formats import FORMATS
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, in_order, rewritten
-from simulator.levers.lever import Wish
+from simulator.levers.edit import Wish
 from simulator.levers.pack import at_rate, by_price, costs, offer, pass_rate
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, plan_with_levers

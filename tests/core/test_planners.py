@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.bounds.bound import Instants
+from simulator.bounds import Instants
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem, run
 from simulator.core.schedule import build

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from simulator import api
 from simulator.allocator.device import (
     DeviceFit,
     DeviceMemory,
@@ -27,9 +26,10 @@ from simulator.cli.main import main
 from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
-from simulator.kernels.clock import now
+from simulator.kernels import now
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
+from simulator.prediction import ask as api
 from simulator.prediction import reserved_budget
 from simulator.prediction.ask import ask, question
 from simulator.prediction.reserved_budget import ATTEMPTS, Tried, lower_until_within

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.bounds.bound import bounder_of
+from simulator.bounds import bounder_of
 from simulator.core import limits
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits

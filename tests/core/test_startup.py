@@ -99,3 +99,13 @@ def test_ctrl_c_while_modules_are_imported_ends_a_command_with_its_exit_code(pac
     )
     done = run(code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: stopped.\n")
+
+
+def test_a_plan_loads_few_modules() -> None:
+    code = (
+        "import sys\nfrom simulator import plan\nplan('bert-base', '60%', seconds=0)\n"
+        "ours = [m for m in sys.modules if m.partition('.')[0] in ('traces', 'simulator', 'tracer', 'executor')]\n"
+        "assert len(ours) <= 45, ours"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from executor.cli.main import execute
-from simulator import api
 from simulator.planners.outcome import Infeasible
+from simulator.prediction import ask as api
 from simulator.studies.sweep import Sweep
 from tracer.rehearsal import run_on_null_driver
 from traces.devices import device

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from torch import nn, randn
 
-from simulator import api
+from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tests.bench.rehearsed import rehearsed as run
 from tracer import trace

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from simulator import api
 from simulator.planners.outcome import Infeasible
+from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
 from tracer import trace
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING

@@ -16,8 +16,8 @@ from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan, fit  # noqa: E402
 from executor.backend import lowtide  # noqa: E402
-from simulator import api as simulator  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
+from simulator.prediction import ask as simulator  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from tracer.capture.compiling import SETTINGS  # noqa: E402

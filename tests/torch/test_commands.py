@@ -22,8 +22,8 @@ import tracer.api  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.matching import check_figures  # noqa: E402
 from executor.measuring import Job, JobResult, perform, run_job  # noqa: E402
-from simulator import api as simulate_api  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402
+from simulator.prediction import ask as simulate_api  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer.cli.main import trace  # noqa: E402

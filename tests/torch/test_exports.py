@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 
 from executor.cli.main import execute  # noqa: E402
 from executor.exports import exports  # noqa: E402
-from simulator import api as simulator  # noqa: E402
+from simulator.prediction import ask as simulator  # noqa: E402
 from tests.torch.steps import peaks, recorded  # noqa: E402
 from tracer.step.loop import TrainingStep  # noqa: E402
 from tracer.step.step import BuildStep, load_spec  # noqa: E402

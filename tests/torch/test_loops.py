@@ -15,8 +15,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor.verifying import verify  # noqa: E402
-from simulator.api import simulate  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
+from simulator.prediction.ask import simulate  # noqa: E402
 from tests.torch.steps import peaks, plan_of, recompute_all, step_of  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.recording import record_fake, record_real  # noqa: E402

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from executor.verifying import verify  # noqa: E402
-from simulator import api as simulator  # noqa: E402
+from simulator.prediction import ask as simulator  # noqa: E402
 from tests.bench import architectures  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402

@@ -13,7 +13,7 @@ from torch.nn import functional  # noqa: E402
 
 from executor.graphs.edited import rewritten  # noqa: E402
 from executor.verifying import verify  # noqa: E402
-from simulator.bounds.bound import bounder_of  # noqa: E402
+from simulator.bounds import bounder_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.levers import LEVERS, exactness_of, offload, rewritten_problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402

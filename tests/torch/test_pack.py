@@ -18,11 +18,11 @@ from executor.fitting.gradient_errors import gradient_errors, plan_measured, wit
 from executor.graphs.edited import rewritten  # noqa: E402
 from executor.training.planning import Wanted  # noqa: E402
 from executor.verifying import verify  # noqa: E402
-from simulator import api  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.levers import rewritten_problem  # noqa: E402
 from simulator.levers.pack import offer  # noqa: E402
+from simulator.prediction import ask as api  # noqa: E402
 from tests.torch import small_nets, steps  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402

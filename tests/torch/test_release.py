@@ -22,11 +22,11 @@ from executor import apply_plan, fit  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.graphs.match import program_actions  # noqa: E402
 from executor.verifying import verify  # noqa: E402
-from simulator.api import plan as plan_within  # noqa: E402
-from simulator.api import simulate  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import build as schedule_of  # noqa: E402
+from simulator.prediction.ask import plan as plan_within  # noqa: E402
+from simulator.prediction.ask import simulate  # noqa: E402
 from tests.torch.steps import peaks, plan_of, random_actions, recompute_all  # noqa: E402
 from tests.torch.test_loops import CPU, looped, recorded, wide  # noqa: E402
 from tracer import trace  # noqa: E402

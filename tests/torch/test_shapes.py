@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch")
 
 import tracer.capture.capture as capture_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
-from simulator.api import plan as plan_for  # noqa: E402
-from simulator.api import simulate  # noqa: E402
-from simulator.bounds.bound import Instants  # noqa: E402
+from simulator.bounds import Instants  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
+from simulator.prediction.ask import plan as plan_for  # noqa: E402
+from simulator.prediction.ask import simulate  # noqa: E402
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.small_nets import Words, of_words  # noqa: E402

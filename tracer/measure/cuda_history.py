@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tracer.costs.rows import LibraryWorkspace
 from traces.errors import TraceError
-from traces.records.events import OwnEvents
+from traces.records.trace import OwnEvents
 
 Move = tuple[bool, int, int]
 MARK_BYTES: Final = 257  # asked for; the allocator's smallest block serves it

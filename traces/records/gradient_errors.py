@@ -9,9 +9,7 @@ from typing import ClassVar
 
 from traces.errors import PlanError
 from traces.files import Form, JsonRecord
-from traces.records.plan import Rewrite
-
-COMMAND = "execute errors TRACE -o errors.json"
+from traces.records.plan import ERRORS_COMMAND, Rewrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,7 @@ class GradientErrors(JsonRecord):
         name="gradient-errors",
         version=1,
         version_key="gradient_errors_version",
-        advice=f"make it with `{COMMAND}`",
+        advice=f"make it with `{ERRORS_COMMAND}`",
         error=PlanError,
     )
     fingerprint: str  # of the trace's graph

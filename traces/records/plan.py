@@ -24,6 +24,7 @@ EXACT: Final = "exact"  # how a planned step's gradients agree with the unplanne
 FP: Final = "fp"  # but for the rounding of sums in another order, or of a function computed in another way
 APPROXIMATE: Final = "approximate"  # within an error that was measured
 EXACTNESS: Final = (EXACT, FP, APPROXIMATE)
+ERRORS_COMMAND: Final = "execute errors TRACE -o errors.json"  # which measures that error
 ALLOCATED: Final = "allocated"  # what a budget limits: the bytes that the step asks for
 RESERVED: Final = "reserved"  # or what CUDA's allocator takes from the device for them
 
