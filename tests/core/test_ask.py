@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from simulator import Infeasible, api
+from simulator import Infeasible
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, SAVE_ALL
+from simulator.prediction import ask as api
 from simulator.prediction.ask import ask, question
 from tests.synthetic import resnet
 from traces.errors import SpecError

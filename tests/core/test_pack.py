@@ -11,7 +11,7 @@ from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, in_order, rewritten
 from simulator.levers.edit import Wish
-from simulator.levers.pack import at_rate, by_price, costs, offer, pass_rate
+from simulator.levers.pack import at_rate, costs, ladders, offer, pass_rate
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, plan_with_levers
 from tests.tiny import bwd, fwd, trace
@@ -135,7 +135,7 @@ def test_what_the_model_returns_is_held_while_forward_packs_its_last_value() -> 
 
 def test_what_saves_most_for_its_time_comes_first() -> None:
     t = step()
-    found = offer("int8", Problem(t))
+    found = offer(Problem(t), "int8")
     assert {t.storages.name[r.storage] for r in found} == {"x", "y", "z"}  # statistics are not offered
     figures = [costs(t, r.storage, r.kind) for r in found]
     worth = [saved / at_rate(pass_rate(t), moved) for saved, moved in figures]
@@ -251,7 +251,7 @@ def test_indices_are_as_wide_as_the_planes_that_they_point_into(side: int, forma
         ),
     )
     order = ["narrow8", "narrow16", "narrow32"]
-    assert [name for name in order if offer(name, Problem(t))] == [format]
+    assert [name for name in order if offer(Problem(t), name)] == [format]
     for other in order:
         if order.index(other) >= order.index(format):
             rewritten(t, [Rewrite(kind=other, storage=at)])
@@ -269,13 +269,13 @@ def costly() -> Trace:
 
 def test_masks_are_packed_by_default_where_their_bytes_cost_less_than_others() -> None:
     t = costly()
-    rewrites = offer("bits", Problem(t))
+    rewrites = offer(Problem(t), "bits")
     saved, moved = costs(t, storage(t, "x"), "bits")
     ns = at_rate(pass_rate(t), moved)
     assert [r.storage for r in rewrites] == [storage(t, "x")]
     problem = Problem(t)
     for more, rungs in ((0, ()), (t.time_ns // 1000, ()), (t.time_ns // 1000 + 1, (tuple(rewrites),))):
-        found = by_price(problem, rewrites, Wish(levers=Levers(), price=(ns + more, saved)))
+        found = ladders(problem, rewrites, Wish(levers=Levers(), price=(ns + more, saved)))
         assert [x.rungs for x in found] == ([rungs] if rungs else [])  # a thousandth of the step at least
     budget = problem.saved.timeline.peak_allocated_bytes - saved // 2
     best = changed_steps(problem, budget, Levers())[0]
