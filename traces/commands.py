@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import click
 
-from traces.errors import EnvironmentProblem, LowtideError, SpecError
+from traces.errors import EnvironmentProblem, LowtideError
 from traces.files import check_writable
 
 # Module -> package.
@@ -129,20 +129,6 @@ def _installed(module: str) -> bool:
         return False
 
 
-class TextFile(click.Path):
-    """A file that is read at once: the command receives its text."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(str(super().convert(value, param, ctx)))
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise SpecError(f"{path}: is not a text in UTF-8 ({error}); name another file.") from None
-
-
 def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
     """A decorator that gives a command these options; it receives as `name` what `make` makes of their values."""
 
@@ -192,9 +178,6 @@ output_options: Final = gathered("out", Output, *OUTPUT)
 answer_options: Final = gathered("out", Output, *OUTPUT[1:])  # of a command without a page
 json_option: Final = gathered("out", Output, OUTPUT[1])
 quiet_option: Final = gathered("out", Output, OUTPUT[2])
-analysis_option: Final = click.option(
-    "--analysis", type=TextFile(), default=None, help="Text file to show at the top of the page."
-)
 
 
 def step_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -180,6 +180,6 @@ def write_campaign(path: str | Path, book: Book) -> Path:
         Page(
             title=f"Campaign {book.name}: how wrong the predictions were",
             subtitle=f"{len(book.records)} of {book.asked} cases · measured on {places}",
-            sections=tuple(s for s in sections if s.blocks),
+            sections=sections,
         ),
     )

@@ -239,11 +239,10 @@ def errors(
 
 @execute.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@commands.analysis_option
 @TRUST
 @commands.gathered("settings", _settings, *MEASURING)
 @output_options
-def sweep(directory: Path, analysis: str | None, trust: bool, settings: Settings, out: Output) -> None:
+def sweep(directory: Path, trust: bool, settings: Settings, out: Output) -> None:
     """Measure the plans of a sweep, which `simulate sweep MODEL -o DIRECTORY` made.
 
     The figures of each row are written into DIRECTORY/sweep.json.
@@ -259,7 +258,7 @@ def sweep(directory: Path, analysis: str | None, trust: bool, settings: Settings
         from simulator.report.sweep import write_sweep
 
         places = " and ".join(sorted({o.measurement.place for o in outcomes}))
-        write_sweep(out.report, table, root=directory, analysis=analysis or "", measured_on=places)
+        write_sweep(out.report, table, root=directory, measured_on=places)
     out.show(table.to_json, lambda: "\n".join(in_words(outcome) for outcome in outcomes))
     if wrong := [f"{o.plan_path}: {o.first_difference}" for o in outcomes if o.measurement.verified is False]:
         raise VerificationError("; ".join(wrong))

@@ -215,17 +215,14 @@ def _midway(source: str, why: str) -> TraceError:
 
 
 def _settings(data: Any, pools_named: bool) -> tuple[AllocatorSettings, tuple[str, ...]]:
-    """The allocator's settings by the snapshot, torch's defaults where it says nothing; and notes.
-
-    Args:
-        pools_named: events name their pool, as they do from torch 2.12 on.
-    """
+    """The allocator's settings by the snapshot, torch's defaults where it says nothing; and notes. `pools_named`:
+    events name their pool, as they do from torch 2.12 on."""
     told = data if isinstance(data, dict) else {}
     text = told.get("PYTORCH_CUDA_ALLOC_CONF") or told.get("PYTORCH_ALLOC_CONF") or ""
-    out, notes = AllocatorSettings(), tuple[str, ...]()
     try:
-        out = parse_alloc_conf(str(text))
+        out, notes = parse_alloc_conf(str(text)), tuple[str, ...]()
     except LowtideError as error:
+        out = AllocatorSettings()
         why = str(error).encode(errors="backslashreplace").decode()
         notes = (f"the recorded PYTORCH_ALLOC_CONF is not understood, torch's defaults are assumed: {why}",)
     newest = "2.13" if "max_cached_size" in told else "2.12"
@@ -242,6 +239,12 @@ class Replay:
     same_addresses: int  # allocations that landed where the recording says
     out_of_memory: str | None  # why and where it stopped; None: it went through
     seconds: float
+
+    @property
+    def fragmentation_percent(self) -> float:
+        """Peak reserved over the peak in blocks, less one."""
+        peak = self.figures.peak_block_bytes
+        return 100 * (self.figures.peak_reserved_bytes / peak - 1) if peak else 0.0
 
 
 def replay(

@@ -25,24 +25,13 @@ MAX_TEXT: Final = 4096
 INTERVALS: Final = 16  # sizes of 1 MiB, 2 MiB, ... 32 GiB and more may be rounded differently
 
 # Options that change how memory is asked for, but not how much of it, nor where. They are accepted and do nothing.
-WITHOUT_EFFECT: Final = frozenset(
-    {
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "pinned_num_register_threads",
-        "pinned_use_background_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "graph_capture_record_stream_reuse",
-        "pinned_free_catch_all",
-        "backend",
-        # It collects only below a limit that the process has set itself, which is not simulated.
-        "garbage_collection_threshold",
-    }
-)
+# `garbage_collection_threshold` collects only below a limit that the process has set itself, which is not simulated.
+WITHOUT_EFFECT: Final = frozenset({
+    "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_use_cuda_host_register",
+    "pinned_use_hip_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
+    "pinned_reserve_segment_size_mb", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb",
+    "pinned_free_catch_all", "graph_capture_record_stream_reuse", "backend", "garbage_collection_threshold",
+})  # fmt: skip
 NOT_SIMULATED: Final = ("per_process_memory_fraction", "throw_on_cudamalloc_oom")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -51,7 +52,7 @@ def replay_command(recording: str, alloc_conf: str | None, device_memory: str | 
         runs["as_recorded_from_scratch"] = replay(source, source.settings)
         runs["what_if"] = replay(source, other, memory_bytes)
     asked = {"alloc_conf": alloc_conf, "device_memory_bytes": memory_bytes}
-    out.show(lambda: {**_answer(source, runs), **asked}, lambda: _table(source, runs))
+    out.show(lambda: {**_answer(source, runs), **asked}, lambda: _text(source, runs))
     if "what_if" in runs and (reason := runs["what_if"].out_of_memory) is not None:
         raise Refused(reason, 1)
 
@@ -79,7 +80,7 @@ def _answer(source: Recording, runs: dict[str, Replay]) -> dict[str, Any]:
     } | {
         name: {
             **{key.replace("block", "allocated"): n for key, n in asdict(run.figures).items()},
-            "fragmentation_percent": _fragmentation_percent(run),
+            "fragmentation_percent": run.fragmentation_percent,
             "segment_requests": len(run.segment_requests),
             "out_of_memory": run.out_of_memory,
         }
@@ -87,34 +88,22 @@ def _answer(source: Recording, runs: dict[str, Replay]) -> dict[str, Any]:
     }
 
 
-def _fragmentation_percent(run: Replay) -> float:
-    """Peak reserved over the peak in blocks, less one."""
-    peak = run.figures.peak_block_bytes
-    return 100 * (run.figures.peak_reserved_bytes / peak - 1) if peak else 0.0
-
-
-def _table(source: Recording, runs: dict[str, Replay]) -> str:
+def _text(source: Recording, runs: dict[str, Replay]) -> str:
     from simulator.show.tables import table
 
-    same = runs["replayed"]
-    names = ("replayed", "replayed by its own rules", "what if")
-    lines = table(
-        [("recorded", None), *zip(names, runs.values(), strict=False)],
-        (
-            ("", "", lambda row: row[0]),
-            ("peak reserved", "bytes", lambda r: (r[1].figures if r[1] else source).peak_reserved_bytes),
-            ("peak in blocks", "bytes", lambda row: row[1] and row[1].figures.peak_block_bytes),
-            ("fragmentation", "share", lambda row: row[1] and _fragmentation_percent(row[1])),
-            ("new segments", "count", lambda row: len((row[1] or source).segment_requests)),
-        ),
-    ).lines()
-    error = same.figures.peak_reserved_bytes - source.peak_reserved_bytes
+    recorded, same = source.peak_reserved_bytes, runs["replayed"]
+    rows: list[tuple[Any, ...]] = [("recorded", recorded, None, None, len(source.segment_requests))]
+    for name, run in zip(("replayed", "replayed by its own rules", "what if"), runs.values(), strict=False):
+        f, asked = run.figures, len(run.segment_requests)
+        rows.append((name, f.peak_reserved_bytes, f.peak_block_bytes, run.fragmentation_percent, asked))
+    titles = ("", "peak reserved", "peak in blocks", "fragmentation", "new segments")
+    kinds = ("", "bytes", "bytes", "share", "count")
+    lines = table(rows, [(*c, itemgetter(k)) for k, c in enumerate(zip(titles, kinds, strict=True))]).lines()
     agree = "the same" if same.segment_requests == source.segment_requests else "other"
     lines.append(
-        f"Replayed − recorded: {error:+,} bytes reserved; {agree} segment requests; "
-        f"{same.same_addresses} of {same.allocations} blocks at the recorded address."
+        f"Replayed − recorded: {same.figures.peak_reserved_bytes - recorded:+,} bytes reserved; {agree} segment "
+        f"requests; {same.same_addresses} of {same.allocations} blocks at the recorded address."
     )
-    if "what_if" in runs:
-        before, after = (runs[k].figures.peak_reserved_bytes for k in ("as_recorded_from_scratch", "what_if"))
-        lines.append(f"What if: {after - before:+,} bytes reserved.")
+    if len(rows) > 2:
+        lines.append(f"What if: {rows[3][1] - rows[2][1]:+,} bytes reserved.")
     return "\n".join(lines)

@@ -76,11 +76,6 @@ def needed(module: str) -> Any:
         ) from None
 
 
-def paragraphs(text: str) -> tuple[Text, ...]:
-    """One block a paragraph; paragraphs are set apart by empty lines."""
-    return tuple(Text(" ".join(p.split())) for p in re.split(r"\n\s*\n", text) if p.strip())
-
-
 @cache
 def bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script that asks the network for nothing.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simulator.core.problem import Problem
 from simulator.report import charts
-from simulator.report.page import Block, Chart, Page, Section, Text, paragraphs, warned, write_page
+from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.report.step import activation_blocks
 from simulator.show.tables import Table, beside, table
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep
@@ -19,19 +19,13 @@ PEAK_KEY, TIME_KEY = "peak_allocated_bytes", "step_time_ns"
 
 
 def write_sweep(
-    path: str | Path,
-    sweep: Sweep,
-    *,
-    analysis: str = "",
-    root: str | Path | None = None,
-    measured_on: str = "",
+    path: str | Path, sweep: Sweep, *, root: str | Path | None = None, measured_on: str = ""
 ) -> Path:
     """Write the page for a sweep over batch sizes, whole or not at all.
 
     Args:
         path: where.
         sweep: the predictions, with measurements where something was run.
-        analysis: the author's text, paragraphs set apart by empty lines.
         root: the directory that the rows' `trace_path` and `plan_path` are relative to (default: that of `path`).
         measured_on: the device behind the measured figures, for their labels ("CPU", "NVIDIA H200").
 
@@ -39,8 +33,7 @@ def write_sweep(
         EnvironmentProblem: a package that reports need is not installed.
     """
     where = measured_on or "this sweep's device"
-    sections = [Section("Analysis", paragraphs(analysis))] if analysis.strip() else []
-    sections += [
+    sections = [
         Section("Summary", _summary(sweep, where)),
         Section("Peak memory and iteration latency against batch size", _against_batch(sweep, where)),
         Section("Peak memory breakdown", (_breakdown(sweep),)),

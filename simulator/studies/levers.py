@@ -57,6 +57,7 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
         if len({r.kind for r in together}) > 1:
             rows.append(_reach(problem, name_of_all, together, budget_bytes))
     meta, whole, time_ns = problem.trace.meta, rows[0].peak_allocated_bytes, problem.trace.time_ns
+    what = "each lever alone, and those of a class together"
     return Study(
         problem=problem,
         trace_name=name,
@@ -68,8 +69,8 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
             "budget_bytes": budget_bytes,
             "levers": [to_json(row) for row in rows],
         },
-        words=f"{name}: each lever alone, and those of a class together",
-        short=f"{meta.model}: each lever alone, and those of a class together",
+        words=f"{name}: {what}",
+        short=f"{meta.model}: {what}",
         table=table(
             rows,
             (
@@ -109,19 +110,16 @@ def _together(problem: Problem, found: dict[str, tuple[Rewrite, ...]]) -> tuple[
 
 
 def _reach(problem: Problem, lever: str, rewrites: tuple[Rewrite, ...], budget_bytes: int | None) -> Reach:
-    step = rewritten_problem(problem, rewrites)
-    bound = None if budget_bytes is None else bounder_of(step).bound(budget_bytes)
-    added = step.saved.timeline.step_time_ns - problem.trace.time_ns
-    least = None
-    if bound is not None and bound.feasible:
-        least_ns = Changed(rewrites=rewrites, problem=step, bound=bound).least_ns
-        least = percent(least_ns - problem.trace.time_ns, problem.trace.time_ns)
+    step, time_ns, least = rewritten_problem(problem, rewrites), problem.trace.time_ns, None
+    if budget_bytes is not None and (bound := bounder_of(step).bound(budget_bytes)).feasible:
+        changed = Changed(rewrites=rewrites, problem=step, bound=bound)
+        least = percent(changed.least_ns - time_ns, time_ns)
     return Reach(
         lever=lever,
         exactness=exactness_of(rewrites),
         rewrites=len(rewrites),
         peak_allocated_bytes=step.saved.timeline.peak_allocated_bytes,
         floor_bytes=bounder_of(step).floor.peak_bytes,
-        added_time_ns=added,
+        added_time_ns=step.saved.timeline.step_time_ns - time_ns,
         bound_overhead_percent=least,
     )

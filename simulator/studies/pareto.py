@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, Unpack
 
-from simulator.bounds import bound_curve, bounder_of
+from simulator.bounds import Bound, bound_curve, bounder_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import (
@@ -80,32 +80,34 @@ def pareto(
     # The ends first, then ever finer between them: should the time run out, the front is coarse and not cut off.
     for k, budget in enumerate(_coarse_to_fine(budgets)):
         if k > 1 and clock.over:
-            told = (
-                f"{k} of {len(budgets)} budgets were planned in {limits.seconds:g} s; the others are left out"
-            )
-            progress(told)
+            done = f"{k} of {len(budgets)} budgets were planned in {limits.seconds:g} s"
+            progress(f"{done}; the others are left out")
             break
         progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
         share = replace(limits, seconds=2 * limits.seconds / len(budgets))
         one = replace(asks, budget=budget, limits=share)
         made[budget] = ask(problem, one, refusals=(Infeasible,))
-    budgets = sorted(made)
-    rows: list[Row] = []
-    plans: list[Plan | None] = []
-    for budget, pick, bound in zip(budgets, cheapest(made), bound_curve(problem, budgets), strict=True):
-        row, found = made[budget], None if pick is None else pick.planned
-        plans.append(None if found is None else found.plan)
-        given: dict[str, Any] = {}
-        if found is not None:
-            given["message"] = ""
-            given["made_for_bytes"] = pick and pick.budget_bytes
-            times = found.planned.timeline.step_time_ns, problem.saved.timeline.step_time_ns
-            given["gap_points"] = None if found.plan.rewrites else bound.gap_points(*times)
-        if bound.feasible:
-            given["bound_overhead_percent"] = bound.overhead_percent
-            given["bound_price_ns_per_gib"] = round(bound.price_ns * GIB / bound.price_bytes)
-        rows.append(row_of(row, pick, **given))
+    picks = cheapest(made)
+    rows = list(map(_row, (made[b] for b in sorted(made)), picks, bound_curve(problem, made)))
+    plans = tuple(None if pick is None else pick.planned.plan for pick in picks)
     return _front(problem, name, asks, _priced(rows), plans, time.perf_counter() - start)
+
+
+def _row(answer: Answer, pick: Answer | None, bound: Bound) -> Row:
+    """The row of a budget, of which `pick` has the cheapest plan."""
+    given: dict[str, Any] = {}
+    if pick is not None:
+        found = pick.planned
+        times = (run.timeline.step_time_ns for run in (found.planned, found.saved))
+        given = {
+            "message": "",
+            "made_for_bytes": pick.budget_bytes,
+            "gap_points": None if found.plan.rewrites else bound.gap_points(*times),
+        }
+    if bound.feasible:
+        given["bound_overhead_percent"] = bound.overhead_percent
+        given["bound_price_ns_per_gib"] = round(bound.price_ns * GIB / bound.price_bytes)
+    return row_of(answer, pick, **given)
 
 
 def _front(
@@ -113,7 +115,7 @@ def _front(
     trace_name: str,
     asks: Question,
     rows: tuple[Row, ...],
-    plans: list[Plan | None],
+    plans: tuple[Plan | None, ...],
     seconds: float,
 ) -> Study[Row]:
     meta, kept, setting = problem.trace.meta, problem.saved, asks.setting(problem.trace.meta)
@@ -148,7 +150,7 @@ def _front(
         ),
         aside=("by the bound",),
         curves={"certified bound": least, "plan": added},
-        plans=tuple(plans),
+        plans=plans,
     )
 
 
@@ -205,11 +207,10 @@ def cheapest(made: dict[int, Answer]) -> list[Answer | None]:
 
 def _priced(rows: Sequence[Row]) -> tuple[Row, ...]:
     """With what one GiB less costs: the time between a row and the next smaller budget's, per byte between them."""
-    out = [*rows[:1]]
-    for below, row in pairwise(rows):
-        price = None
-        between = row.budget_bytes - below.budget_bytes
-        if below.step_time_ns is not None and row.step_time_ns is not None:
-            price = round((below.step_time_ns - row.step_time_ns) * GIB / between)
-        out.append(replace(row, price_ns_per_gib=price))
-    return tuple(out)
+
+    def price(below: Row, row: Row) -> int | None:
+        if below.step_time_ns is None or row.step_time_ns is None:
+            return None
+        return round((below.step_time_ns - row.step_time_ns) * GIB / (row.budget_bytes - below.budget_bytes))
+
+    return (*rows[:1], *(replace(b, price_ns_per_gib=price(a, b)) for a, b in pairwise(rows)))

@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import requests_of
@@ -49,8 +51,7 @@ class ShapePeak:
         return {**self.sizes, "runs": self.runs, "peak_allocated_bytes": self.peak_allocated_bytes}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomSteps:
+class RandomSteps(NamedTuple):
     """Steps of random shapes in one allocator."""
 
     steps: int
@@ -87,14 +88,10 @@ class OverShapes:
     @property
     def holds(self) -> bool:
         """True if every shape that was looked at runs within the budget, and the random steps in it and the device."""
-        if self.over or self.running(REFUSED):
-            return False
-        limit, r = self.budget_bytes, self.reserved
-        if r is None:
-            return True
-        return not r.out_of_memory and (
-            limit is None or self.budget_of != RESERVED or r.peak_reserved_bytes <= limit
-        )
+        limit = self.budget_bytes if self.budget_of == RESERVED else None
+        r = self.reserved
+        too_much = r and (r.out_of_memory or r.peak_reserved_bytes > (limit or MOST_BYTES))
+        return not (self.over or self.running(REFUSED) or too_much)
 
     def to_json(self) -> dict[str, Any]:
         r = self.reserved
@@ -107,7 +104,7 @@ class OverShapes:
             "over_budget": [p.sizes for p in self.over],
             "refused": [p.sizes for p in self.running(REFUSED)],
             "everything_saved": [p.sizes for p in self.running(SAVED)],
-            "reserved": r and {name: getattr(r, name) for name in RandomSteps.__slots__},
+            "reserved": r and r._asdict(),
             "peaks": [p.to_json() for p in self.peaks],
         }
 
@@ -201,21 +198,18 @@ def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps
     rng = random.Random(seed)
     order = [rng.choice(asked) for _ in range(STEPS - 1)]
     order.insert(rng.randrange(STEPS), largest)
-    device, settings = c.setting.device, c.planned_setting.settings
-    steps = reserved_over(order, largest.residents, settings)
-    alone = reserved_over([largest] * 3, largest.residents, settings)
-    flat_from = next(k for k, f in enumerate(steps) if f.reserved_bytes == steps[-1].reserved_bytes) + 1
-    told = ""
+    device, reserved = c.setting.device, partial(reserved_over, settings=c.planned_setting.settings)
+    steps, told = reserved(order, largest.residents), ""
     if device is not None:
         try:
-            reserved_over(order, largest.residents, settings, device.usable_bytes)
+            reserved(order, largest.residents, device_memory_bytes=device.usable_bytes)
         except OutOfMemory as error:
             told = str(error)
     return RandomSteps(
         steps=STEPS,
         peak_reserved_bytes=max(f.peak_reserved_bytes for f in steps),
-        alone_bytes=alone[-1].peak_reserved_bytes,
-        flat_from=flat_from,
+        alone_bytes=reserved([largest] * 3, largest.residents)[-1].peak_reserved_bytes,
+        flat_from=[f.reserved_bytes for f in steps].index(steps[-1].reserved_bytes) + 1,
         out_of_memory=told,
     )
 
@@ -266,30 +260,23 @@ def traces_of(trace: Trace, name: str, shapes: Shapes, say: Say) -> list[tuple[S
 
 def _found(trace: Trace, place: Path, sizes: Sequence[Sizes]) -> list[tuple[Sizes, Trace]] | None:
     """The traces in a directory, if all are there and of this step."""
-    found = []
-    for s in sizes:
-        try:
-            other = load(place / label(s))
-        except TraceError:
-            return None
-        a, b = trace.meta, other.meta
-        wanted = {**a.options, **s}
-        if b.options != wanted or any(
-            getattr(a, k) != getattr(b, k) for k in ("model", "seed", "target", "versions")
-        ):
-            return None
-        found.append((s, other))
-    return found
+    try:
+        found = [(s, load(place / label(s))) for s in sizes]
+    except TraceError:
+        return None
+    same = attrgetter("model", "seed", "target", "versions")
+    of_this = (
+        same(other.meta) == same(trace.meta) and other.meta.options == {**trace.meta.options, **s}
+        for s, other in found
+    )
+    return found if all(of_this) else None
 
 
 def _words(options: Mapping[str, Any], shapes: Shapes) -> list[str]:
     """The options of a trace as `trace` takes them, those left out that the shapes say."""
     words = []
     for key, value in options.items():
-        flag = key.replace("_", "-")
-        if key in shapes.ranges:
-            continue
-        words += (
-            [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-        )
+        if key not in shapes.ranges:
+            flag = ("no-" if value is False else "") + key.replace("_", "-")
+            words += [f"--{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return words

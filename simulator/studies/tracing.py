@@ -41,24 +41,20 @@ class Traced:
         )
 
     def at(self, batch_size: int, say: Say) -> Trace:
-        """The trace at a batch size, made by `trace` or used again; raises as `ensure_trace` does."""
+        """The trace at a batch size, made by `trace` in a process of its own, or used again. Raises LowtideError:
+        `trace` failed; with what it wrote."""
         place = self.directory / f"trace-b{batch_size}"
-        ensure_trace(self.model, batch_size, self.words, place, say)
-        return load(place)
-
-
-def ensure_trace(model: str, batch_size: int, words: Sequence[str], directory: Path, say: Say) -> None:
-    """Run `trace` in a process of its own, unless the trace that stands there already is what it would make. Raises
-    LowtideError: `trace` failed; with what it wrote.
-    """
-    words = [model, "--batch-size", str(batch_size), *words]
-    note = directory.with_name(f"{directory.name}.json")
-    if _fresh(note, directory, stamp(model, words)):
-        say(f"batch {batch_size}: using {directory}")
-        return
-    say(f"batch {batch_size}: tracing")
-    run_trace([*words, "-o", str(directory), "--force"], f"batch {batch_size}")
-    write_text(note, canonical_json({**stamp(model, words), "fingerprint": _fingerprint(directory)}) + "\n")
+        words = [self.model, "--batch-size", str(batch_size), *self.words]
+        stamp = {"command": words, "source": source_digest(self.model), "versions": versions()}
+        note = place.with_name(f"{place.name}.json")
+        if found := _made_before(note, place, stamp):
+            say(f"batch {batch_size}: using {place}")
+            return found
+        say(f"batch {batch_size}: tracing")
+        run_trace([*words, "-o", str(place), "--force"], f"batch {batch_size}")
+        found = load(place)
+        write_text(note, canonical_json({**stamp, "fingerprint": found.meta.fingerprint}) + "\n")
+        return found
 
 
 def run_trace(words: Sequence[str], what: str) -> None:
@@ -71,21 +67,15 @@ def run_trace(words: Sequence[str], what: str) -> None:
         raise LowtideError(f"{what} could not be traced: {told}")
 
 
-def _fresh(note: Path, directory: Path, now: dict[str, Any]) -> bool:
+def _made_before(note: Path, place: Path, stamp: dict[str, Any]) -> Trace | None:
+    """The trace that stands there, if it is what `trace` would make now; without a torch here, whichever made it."""
     try:
-        data = read_json(note)
-        return same(data, {**now, "fingerprint": _fingerprint(directory)})
+        made, found = read_json(note), load(place)
+        if not stamp["versions"]:
+            made["versions"] = {}
+        return found if made == {**stamp, "fingerprint": found.meta.fingerprint} else None
     except (OSError, ValueError, TypeError, TraceError):
-        return False
-
-
-def _fingerprint(directory: Path) -> str:
-    return load(directory).meta.fingerprint
-
-
-def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:
-    """The command, the user's own file, and the versions that are installed here."""
-    return {"command": list(words), "source": source_digest(model), "versions": versions()}
+        return None
 
 
 def versions() -> dict[str, str]:
@@ -97,12 +87,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def same(made: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Return whether a trace made under one stamp is what `trace` would make now; without a torch here, whichever it
-    was.
-    """
-    if not now["versions"]:
-        made = {**made, "versions": {}}
-    return made == now

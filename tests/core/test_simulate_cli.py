@@ -207,7 +207,7 @@ def swept(directory: Path, *sizes: int, budget: str = "80%") -> Sweep:
 
 
 def ensure(directory: Path, model: str = "m", *words: str) -> None:
-    tracing.ensure_trace(model, 4, words, directory, silent)
+    tracing.Traced(model=model, directory=directory.parent, words=words).at(4, silent)
 
 
 def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Path) -> None:

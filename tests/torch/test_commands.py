@@ -433,8 +433,6 @@ SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
         (simulate, *SWEEP, "--report", "FILE/page.html"),
         (execute, "plan.json", "-o", "FILE/m.json"),
         (execute, "plan.json", "--report", "FILE/page.html"),
-        (execute, "sweep", "FOLDER", "--analysis", "BYTES"),
-        (execute, "sweep", "FOLDER", "--analysis", "FILE/none.txt"),
         (execute, "campaign", "cpu", "--report", "FILE/page.html"),
     ],
 )
