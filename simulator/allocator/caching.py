@@ -191,8 +191,8 @@ class Allocator:
         self.small, self.large = Pool(True, ties), Pool(False, ties)
         self.segment_events: list[SegmentEvent] = []
         self.reserved = self.peak_reserved = 0
-        self._place = place or self._next_address
         self._end = 0  # above all addresses given out so far
+        self._place = place or (lambda size, stream, expandable: self._end)
         self._sizes: dict[int, int] = {}  # of a request -> of its block
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
         self.allocated = self.requested = self.active = 0
@@ -366,19 +366,13 @@ class Allocator:
 
     # The driver's side: segments and mapped pages
 
-    def segment_bytes(self, size: int, small: bool) -> int:
-        """Return the size of the segment that a block of this size would need if it got one of its own."""
-        if small:
-            return SMALL_SEGMENT_BYTES
-        if size < LARGE_REQUEST_BYTES:
-            return self.settings.large_segment_bytes
-        return -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
-
     def _extend(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block from new memory, outside the pool; None if the driver refuses."""
-        segment = self.segment_bytes(size, pool.small)
         if self.settings.expandable_segments:
             return self._grow(pool, size, stream)
+        segment = SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment_bytes
+        if size >= LARGE_REQUEST_BYTES:
+            segment = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
         if not self._driver_has(segment):
             return None
         block = Block(self._place(segment, stream, False), segment, stream, pool)
@@ -467,35 +461,28 @@ class Allocator:
 
     def _merge(self, block: Block) -> None:
         """Take in the free neighbours of an unlisted block."""
-        before, after = block.prev, block.next
-        if before is not None and before.usable and before.mapped == block.mapped:
-            self._unlist(before)
-            block.address = before.address
-            block.size += before.size
-            block.prev = before.prev
-            if block.prev is not None:
-                block.prev.next = block
-        if after is not None and after.usable and after.mapped == block.mapped:
-            self._unlist(after)
-            block.size += after.size
-            block.next = after.next
-            if block.next is not None:
-                block.next.prev = block
-
-    def _unlist(self, block: Block) -> None:
-        if block.mapped:
-            block.pool.remove(block)
-        else:
-            block.pool.remove_unmapped(block)
+        for other in (block.prev, block.next):
+            if other is None or not other.usable or other.mapped != block.mapped:
+                continue
+            if other.mapped:
+                other.pool.remove(other)
+            else:
+                other.pool.remove_unmapped(other)
+            block.size += other.size
+            if other is block.prev:
+                block.address, block.prev = other.address, other.prev
+                if block.prev is not None:
+                    block.prev.next = block
+            else:
+                block.next = other.next
+                if block.next is not None:
+                    block.next.prev = block
 
     def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment_bytes
 
     def _driver_has(self, size: int) -> bool:
         return self.device_memory_bytes is None or self.reserved + size <= self.device_memory_bytes
-
-    def _next_address(self, size: int, stream: int, expandable: bool) -> int:
-        return self._end
 
     def _reserve(self, action: str, address: int, size: int) -> None:
         self.reserved += size

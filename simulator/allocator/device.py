@@ -45,23 +45,19 @@ class DeviceMemory:
             "usable_bytes": self.usable_bytes,
         }
 
-    def describe(self) -> str:
-        """`A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed)`."""
-        size = show_bytes(self.memory_bytes)
-        parts = [self.name if self.name.endswith(size) else f"{self.name}: {size}"]
-        if self.context_bytes:
-            from traces.devices import CONTEXT_BYTES
-
-            assumed = " (assumed)" if self.context_bytes == CONTEXT_BYTES else ""
-            parts.append(f"less {show_bytes(self.context_bytes)} for the CUDA context{assumed}")
-        if self.reserve_bytes:
-            parts.append(f"less {show_bytes(self.reserve_bytes)} in reserve")
-        return ", ".join(parts)
-
     def room(self) -> str:
-        """`describe`, and what that leaves to use."""
-        left = f": {show_bytes(self.usable_bytes)} to use" if self.usable_bytes != self.memory_bytes else ""
-        return self.describe() + left
+        """`A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed): 39.50 GiB to use`."""
+        from traces.devices import CONTEXT_BYTES
+
+        size = show_bytes(self.memory_bytes)
+        text = self.name if self.name.endswith(size) else f"{self.name}: {size}"
+        if self.context_bytes:
+            assumed = " (assumed)" if self.context_bytes == CONTEXT_BYTES else ""
+            text += f", less {show_bytes(self.context_bytes)} for the CUDA context{assumed}"
+        if self.reserve_bytes:
+            text += f", less {show_bytes(self.reserve_bytes)} in reserve"
+        less = self.usable_bytes != self.memory_bytes
+        return text + f": {show_bytes(self.usable_bytes)} to use" * less
 
 
 def device_memory(
@@ -100,21 +96,15 @@ def device_memory(
             f"--gpu {gpu}: the trace holds the graph of a {kind.upper()} and this device is a "
             f"{entry.kind.upper()}; {other}."
         )
+    total = entry.memory_bytes if entry is not None else 0
     if memory is not None:
         total = size_of("--device-memory", memory)
-    else:
-        assert entry is not None
-        total = entry.memory_bytes
     kept = 0 if kind == CPU else CONTEXT_BYTES
     if context is not None:
         kept = 0 if context.strip() == "0" else size_of("--context", context)
-    return DeviceMemory(
-        name=entry.name if entry is not None else f"a device of {show_bytes(total)}",
-        kind=kind,
-        memory_bytes=total,
-        context_bytes=kept,
-        reserve_bytes=0 if reserve in (None, "0", "0%") else parse_budget(str(reserve), total),
-    )
+    free = 0 if reserve in (None, "0", "0%") else parse_budget(str(reserve), total)
+    name = entry.name if entry is not None else f"a device of {show_bytes(total)}"
+    return DeviceMemory(name=name, kind=kind, memory_bytes=total, context_bytes=kept, reserve_bytes=free)
 
 
 def size_of(option: str, text: str) -> int:
@@ -227,7 +217,6 @@ def asking_ahead(setting: Setting, nbytes: int) -> Setting:
 # What helps against fragmentation, the most welcome first. Segments that grow help most, and need a platform that can
 # map memory; pages of 12 MiB in place of 20 reserve a little less again; large segments suit many small values.
 HELPFUL: Final = (
-    "",
     "large_segment_size_mb:256",
     "expandable_segments:True",
     "expandable_segments:True,large_segment_size_mb:12",
@@ -238,7 +227,7 @@ def settings_to_try(meta: TraceMeta, setting: Setting) -> tuple[Setting, ...]:
     """The settings among which a plan may choose, the trace's own first; these alone if it was recorded under some."""
     if setting.settings is None or setting.alloc_conf:
         return (setting,)
-    return (setting, *(setting_of(meta, conf, setting.device) for conf in HELPFUL if conf))
+    return (setting, *(setting_of(meta, conf, setting.device) for conf in HELPFUL))
 
 
 def device_fit(
@@ -285,8 +274,5 @@ def device_fit(
 
 def _short(needed: int, device: DeviceMemory, does: str) -> str:
     over = needed - device.usable_bytes
-    return (
-        f"the step {does} {show_bytes(needed)}, {show_bytes(over)} more than there is to use"
-        if over > 0
-        else ""
-    )
+    told = f"the step {does} {show_bytes(needed)}, {show_bytes(over)} more than there is to use"
+    return told if over > 0 else ""

@@ -98,7 +98,7 @@ def refuse_to_replace(path: Path, force: bool) -> None:
 def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
     """The answer to read, with what the plan needs at other sizes; the plan went to `output`."""
     from simulator.prediction.loop_peaks import peaks_table
-    from simulator.prediction.step import describe, texts_beside_untouched
+    from simulator.prediction.step import UNTOUCHED, describe, texts
     from simulator.report.step import at_peak, holders, in_words
 
     c = found.planned
@@ -107,7 +107,7 @@ def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
         *peaks_table(c, found.asked).lines(),
         *(f"{word:<7} {text}" for word, text in in_words(found)),
         *at_sizes,
-        *(f"warning {text}" for text in texts_beside_untouched(c)),
+        *(f"warning {text}" for text in texts(c, but=UNTOUCHED)),
     ]
     if c.planned.timeline.peak_step >= 0:
         sentence, parts = at_peak(c)

@@ -89,28 +89,21 @@ class Evaluator:
         self.reads = [tuple(s for s in ops.reads[i] if made_forward[s]) for i in chosen]
         self.needs = _dissolve_views(problem, chosen, made_forward)
 
-        self.last = self._last_uses(made_forward)
-        self.last_forward = [a for a, _ in self.last]
-        self._takeovers(made_forward, self.last)
+        last = self._last_uses(made_forward)
+        self.last_forward = [a for a, _ in last]
+        self._takeovers(made_forward, last)
         self.made_forward = [s for s in range(n_st) if made_forward[s]]
         self.resident_bytes = trace.resident_bytes
         # What a library holds, from the start of the step on, if an op of forward runs again; and with all of them.
         self.rerun_bytes = [problem.rerun_bytes[i] for i in chosen[: self.forward]]
         self.most_resident_bytes = self.resident_bytes + max(self.rerun_bytes, default=0)
-        # Forward, with every storage freed after its last forward use.
-        born = [0] * self.forward
+        self.born = [0] * self.forward  # bytes that each op of forward makes
         for s in self.made_forward:
-            born[self.producer[s]] += self.nbytes[s]
-        self.born = born
+            self.born[self.producer[s]] += self.nbytes[s]
         self._evictions: dict[int, tuple[int, ...]] = {}  # of the walk before, and as arrays
         self._evict_at = self._evicted = np.empty(0, np.int32)
-        self._saved_by_default = np.array(
-            [
-                m and (w or p)
-                for m, w, p in zip(made_forward, problem.saved_by_default, problem.pinned, strict=True)
-            ],
-            np.uint8,
-        )
+        stays = np.array(problem.saved_by_default, np.uint8) | np.array(problem.pinned, np.uint8)
+        self._saved_by_default = np.array(made_forward, np.uint8) & stays
         self._saved_by_default[list(problem.reloaded)] = 0
         self._pack()
 
@@ -120,24 +113,21 @@ class Evaluator:
         By storage: the position, and whether a view comes last there (then the op at that position has ended, and
         cannot take the memory over).
         """
-        problem, before, position = self.problem, self.before, self.position
-        ops, sts = self.trace.ops, self.trace.storages
-        last = [(-1, False)] * len(sts)
-        for i in range(len(ops)):
-            at = (before[i], i not in position)
-            for s in (*ops.reads[i], *problem.creates[i]):
-                if i < problem.forward_end or not made_forward[s]:
-                    last[s] = max(last[s], at)
+        before, sts = self.before, self.trace.storages
+        end = list(map(max, sts.producer, sts.last_forward_use))  # op
+        for i in range(self.problem.forward_end, len(self.trace.ops)):
+            for s in (*self.trace.ops.reads[i], *self.problem.creates[i]):
+                end[s] = end[s] if made_forward[s] else i
         self.hold = [-1] * len(sts)  # position of a hold beyond forward, for storages that forward makes
         self.hold_after = [False] * len(sts)
         for s, h in enumerate(sts.hold):
             if h < 0 or sts.producer[s] < 0:
                 continue
             if before[h] < self.forward or not made_forward[s]:
-                last[s] = max(last[s], (before[h], h not in position))
+                end[s] = max(end[s], h)
             else:
-                self.hold[s], self.hold_after[s] = before[h], h not in position
-        return last
+                self.hold[s], self.hold_after[s] = before[h], h not in self.position
+        return [(before[i], i not in self.position) if i >= 0 else (-1, False) for i in end]
 
     def _takeovers(self, made_forward: list[bool], last: list[tuple[int, bool]]) -> None:
         """Return what each op adds, leaves and frees as far as the trace decides it, and what it may take over."""
@@ -197,12 +187,10 @@ class Evaluator:
         out = []
         for s in self.made_forward:
             after, retain = tuple(evicted_after.get(s, ())), bool(state.retained[s])
-            if s in candidates and not state.saved[s]:
-                out.append(Action(storage=s, retain=retain, evict_after=after))
-            elif s in candidates and after:
-                out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
-            elif s in problem.reloaded and after:
-                out.append(Action(storage=s, retain=retain, evict_after=after))
+            again = s in candidates and not state.saved[s]
+            if again or (after and (s in candidates or s in problem.reloaded)):
+                recipe = SAVE if s in candidates and not again else RECOMPUTE
+                out.append(Action(storage=s, recipe=recipe, retain=retain, evict_after=after))
             elif problem.saved_by_default[s] or problem.pinned[s]:
                 continue
             elif state.saved[s]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Final, Self, TypeVar, cast
 
 from simulator.core.limits import NONE, Constraints
@@ -63,22 +64,17 @@ class Facts:
         may_rerun = tuple(not f & FORBIDS_RECOMPUTE and i not in never for i, f in enumerate(ops.flags))
         forward_end = next((i for i in range(n_ops) if ops.phase[i] != FORWARD), n_ops)
         resident = tuple(p < 0 for p in sts.producer)
-        read_back = tuple(
-            0 <= sts.producer[s] < forward_end and sts.last_backward_use[s] >= 0 for s in range(n_st)
-        )
+        in_forward = tuple(0 <= p < forward_end for p in sts.producer)
+        read_back = tuple(in_forward[s] and sts.last_backward_use[s] >= 0 for s in range(n_st))
         saved_by_default = tuple(
-            read_back[s] or (0 <= p < forward_end and (s in always_saved or p in never))
+            read_back[s] or (in_forward[s] and (s in always_saved or p in never))
             for s, p in enumerate(sts.producer)
         )
-        outside_reader = [False] * n_st
-        for i in range(forward_end, n_ops):
-            if ops.flags[i] & EAGER or ops.phase[i] == OPTIMIZER:
-                for s in ops.reads[i]:
-                    outside_reader[s] = True
-        unreachable = _read_without_their_maker(trace, creates, is_view)
-        pinned = tuple(
-            outside_reader[s] or sts.hold[s] >= forward_end or s in unreachable for s in range(n_st)
+        outside = (i for i in range(forward_end, n_ops) if ops.flags[i] & EAGER or ops.phase[i] == OPTIMIZER)
+        stays = {s for i in outside for s in ops.reads[i]} | _read_without_their_maker(
+            trace, creates, is_view
         )
+        pinned = tuple(s in stays or sts.hold[s] >= forward_end for s in range(n_st))
         # Without constraints first: what these save must not make more possible than without them.
         might = [False] * n_st
         rebuildable = [False] * n_st
@@ -99,21 +95,18 @@ class Facts:
         )
         candidates = tuple(
             s
-            for i in range(forward_end)
-            for s in creates[i]
+            for made in creates[:forward_end]
+            for s in made
             if saved_by_default[s] and rebuildable[s] and not pinned[s] and sts.nbytes[s] > 0
             if s not in reloaded
         )
         created_bytes = tuple(sum(sts.nbytes[s] for s in c) for c in creates)
-        transient_bytes = []
-        for i in range(n_ops):
-            top = live = 0
-            for e in ops.events[i]:
-                live += e
-                top = max(top, live)
-            transient_bytes.append(max(top, created_bytes[i]))
-        self.creates, self.is_view, self.may_rerun = creates, is_view, may_rerun
-        self.forward_end = forward_end
+        self.creates, self.is_view, self.may_rerun, self.forward_end = (
+            creates,
+            is_view,
+            may_rerun,
+            forward_end,
+        )
         self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
         self.rebuildable, self.candidates, self.reloaded = tuple(rebuildable), candidates, reloaded
         self.until = tuple(until)
@@ -123,7 +116,9 @@ class Facts:
         asked = trace.meta.rerun_workspaces
         again = [None if view else asked.get(x) for view, x in zip(is_view, ops.target, strict=True)]
         self.asks_again, self.rerun_bytes = tuple(n is not None for n in again), tuple(n or 0 for n in again)
-        self.transient_bytes, self.created_bytes = tuple(transient_bytes), created_bytes
+        self.created_bytes = created_bytes
+        highest = (max(accumulate(e), default=0) for e in ops.events)
+        self.transient_bytes = tuple(map(max, created_bytes, highest))
 
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
         """Return what `make` makes of these facts; made when it is first asked for under that key."""

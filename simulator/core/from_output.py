@@ -146,7 +146,7 @@ def taken(problem: F) -> tuple[F, tuple[Swap, ...]]:
 def relaxed(problem: F) -> F:
     """The problem in which no op that could take another value reads the storage or that value: a bound of it holds
     for every plan of the problem, whichever is taken."""
-    return problem.once(relaxed, _relaxed)
+    return problem.once(relaxed, lambda p: _swapped(p, tuple(swaps(p).values()), relax=True))
 
 
 def with_swaps(made: Iterable[Swap], actions: Collection[Action]) -> tuple[Action, ...]:
@@ -161,16 +161,7 @@ def with_swaps(made: Iterable[Swap], actions: Collection[Action]) -> tuple[Actio
 
 def _taken(problem: F) -> tuple[F, tuple[Swap, ...]]:
     made = tuple(r for r in swaps(problem).values() if _costs_nothing(problem, r))
-    if not made:
-        return problem, ()
-    return type(problem)(_swapped(problem.trace, made, relax=False), problem.constraints), made
-
-
-def _relaxed(problem: F) -> F:
-    made = list(swaps(problem).values())
-    if not made:
-        return problem
-    return type(problem)(_swapped(problem.trace, made, relax=True), problem.constraints)
+    return _swapped(problem, made, relax=False), made
 
 
 def _costs_nothing(problem: Facts, swap: Swap) -> bool:
@@ -185,9 +176,11 @@ def _costs_nothing(problem: Facts, swap: Swap) -> bool:
     return problem.saved_by_default[swap.payload] and equal and elsewhere and readers <= swapped | makers
 
 
-def _swapped(trace: Trace, made: Iterable[Swap], *, relax: bool) -> Trace:
-    """The trace whose ops take what the swaps offer; `relax`: whose ops take neither."""
-    ops = trace.ops
+def _swapped(problem: F, made: Collection[Swap], *, relax: bool) -> F:
+    """The problem whose ops take what the swaps offer; `relax`: whose ops take neither; the same one without any."""
+    if not made:
+        return problem
+    trace, ops = problem.trace, problem.trace.ops
     reads, inputs, overwrites = list(ops.reads), list(ops.inputs), list(ops.overwrites)
     for r in made:
         for i, value, instead in r.swaps:
@@ -205,7 +198,8 @@ def _swapped(trace: Trace, made: Iterable[Swap], *, relax: bool) -> Trace:
         )
         for column, uses in uses_of(ops, len(sts)).items()
     }
-    return replace(trace, ops=ops, storages=replace(sts, **columns))  # type: ignore[arg-type]
+    swapped = replace(trace, ops=ops, storages=replace(sts, **columns))  # type: ignore[arg-type]
+    return type(problem)(swapped, problem.constraints)
 
 
 def _put(ids: tuple[int, ...], old: int, new: list[int]) -> tuple[int, ...]:

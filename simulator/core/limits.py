@@ -79,12 +79,8 @@ class Constraints:
 
     def to_json(self) -> dict[str, Any]:
         """Return them as a plan records them; those that are not given are left out."""
-        out: dict[str, Any] = {}
-        if self.never:
-            out["never"] = list(self.never)
-        if self.always_save:
-            out["always_keep"] = list(self.always_save)
-        return out
+        given = {"never": list(self.never), "always_keep": list(self.always_save)}
+        return {name: selectors for name, selectors in given.items() if selectors}
 
 
 NONE: Final = Constraints()

@@ -140,8 +140,6 @@ class Search:
     def in_vain(self) -> bool:
         return self.hopeless and self.clock.over
 
-    # Going down: evict until it fits.
-
     def evict(self, state: State) -> bool:
         """Evict values in `state`, in place, until the peak is within the budget; False if it does not get there."""
         nbytes = self.evaluator.nbytes
@@ -220,8 +218,6 @@ class Search:
         """These storages, the small ones only if there are no others."""
         large = storages[self.nbytes[storages] >= self.large]
         return cast(list[int], (large if len(large) else storages).tolist())
-
-    # Going up: save again what need not be evicted.
 
     def save_again(self, state: State) -> Found:
         """Save again what can be saved within the budget, dearest first, until nothing changes."""

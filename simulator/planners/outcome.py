@@ -7,7 +7,6 @@ from typing import Any
 
 from simulator.bounds import bounder_of
 from simulator.core.problem import Problem, Timeline
-from simulator.core.schedule import Schedule
 from traces.errors import BudgetError
 from traces.records.measurement import RunFigures
 from traces.records.plan import SAVE, Action, Plan, label_actions
@@ -37,13 +36,18 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
         BudgetError: its peak is over the budget.
         PlanError: an action is impossible, or breaks the constraints.
     """
-    trace, given = problem.trace, tuple(actions)
+    trace, sts, given = problem.trace, problem.trace.storages, tuple(actions)
+    # Of forward, what backward does not read and constraints save.
+    bound = range(len(sts)) if problem.constraints else ()
     known = {a.storage for a in given}
-    saved = (s for s in _saved_by_constraint(problem) if s not in known)
-    chosen = label_actions(
-        trace, sorted((*given, *(Action(storage=s, recipe=SAVE) for s in saved)), key=lambda a: a.storage)
+    saved = (
+        Action(storage=s, recipe=SAVE)
+        for s in bound
+        if problem.saved_by_default[s] and sts.last_backward_use[s] < 0
+        if not problem.pinned[s] and s not in known
     )
-    again = _read_again(trace, problem.replay(chosen).schedule)
+    chosen = label_actions(trace, (*given, *saved))
+    again = {s for op in problem.replay(chosen).schedule.recomputed_ops for s in trace.ops.reads[op]}
     chosen = tuple(a for a in chosen if a.recipe != SAVE or a.evict_after or a.storage in again)
     timeline = problem.replay(chosen).timeline
     if timeline.peak_allocated_bytes > budget_bytes:
@@ -56,19 +60,6 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
         predicted=figures_of_plan(figures(problem.saved.timeline), figures(timeline), timeline),
         constraints=problem.constraints.to_json(),
     )
-
-
-def _saved_by_constraint(problem: Problem) -> list[int]:
-    """Storages of forward that backward does not read and that constraints save for recomputations."""
-    trace = problem.trace
-    if not problem.constraints:
-        return []
-    sts = trace.storages
-    return [
-        s
-        for s in range(len(sts))
-        if problem.saved_by_default[s] and sts.last_backward_use[s] < 0 and not problem.pinned[s]
-    ]
 
 
 def figures_of_plan(baseline: RunFigures, planned: RunFigures, timeline: Timeline) -> dict[str, Any]:
@@ -93,11 +84,6 @@ def percent(part: int, whole: int) -> float:
     return 100.0 * part / whole if whole else 0.0
 
 
-def _read_again(trace: Trace, schedule: Schedule) -> frozenset[int]:
-    """The storages that ops read which run again."""
-    return frozenset(s for op in schedule.recomputed_ops for s in trace.ops.reads[op])
-
-
 def where(trace: Trace, op: int) -> str:
     """An op for people: its name, phase and module."""
     if op < 0:
@@ -110,38 +96,33 @@ def refuse(
     problem: Problem, planner: str, budget_bytes: int, lowest_peak_bytes: int, note: str = ""
 ) -> Infeasible:
     """The error that says why a budget cannot be met, and what to do."""
-    trace = problem.trace
-    least = bounder_of(problem).floor
+    trace, least = problem.trace, bounder_of(problem).floor
+    op, place = least.op, ("op", "phase", "module")
+    named = (trace.ops.name[op], trace.ops.phase[op], trace.ops.module[op]) if op >= 0 else (None,) * 3
     parts = (
         f"{show_bytes(least.resident_bytes)} resident (parameters, optimizer state, buffers, inputs), "
         f"{show_bytes(least.gradient_bytes)} gradients and values that must stay, "
         f"{show_bytes(least.working_bytes)} read, made and used by that op"
     )
-    if budget_bytes < least.peak_bytes:
-        verdict = f"No plan can stay within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"
-        advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more, or use a smaller batch"
-    else:
-        verdict = f"{planner} found no plan within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"
+    within, other = f"within {show_bytes(budget_bytes)} ({budget_bytes} bytes)", ""
+    verdict = f"No plan can stay {within}"
+    if budget_bytes >= least.peak_bytes:
+        verdict = f"{planner} found no plan {within}"
         other = "" if planner == "search" else ", try --planner search"
-        advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more{other}, or use a smaller batch"
     if problem.constraints:
         verdict += " under the given constraints"
-    message = (
+    return Infeasible(
         f"{verdict}: the lowest peak that {planner} reaches is {show_bytes(lowest_peak_bytes)} "
         f"({lowest_peak_bytes} bytes), "
         f"and no plan at all can go below {show_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at "
-        f"{where(trace, least.op)}: {parts}. {note}{advice}."
-    )
-    return Infeasible(
-        message,
+        f"{where(trace, op)}: {parts}. {note}Give a budget of {show_bytes(lowest_peak_bytes)} or more{other}, or use a "
+        "smaller batch.",
         {
             "budget_bytes": budget_bytes,
             "lowest_peak_bytes": lowest_peak_bytes,
             "floor": {
                 "peak_allocated_bytes": least.peak_bytes,
-                "op": trace.ops.name[least.op] if least.op >= 0 else None,
-                "phase": trace.ops.phase[least.op] if least.op >= 0 else None,
-                "module": trace.ops.module[least.op] if least.op >= 0 else None,
+                **dict(zip(place, named, strict=True)),
                 "resident_bytes": least.resident_bytes,
                 "gradient_bytes": least.gradient_bytes,
                 "working_bytes": least.working_bytes,

@@ -11,7 +11,7 @@ replayed, and a segment's ops run again one by one as backward needs them rather
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isqrt
 from typing import Final, NamedTuple
 
@@ -74,10 +74,25 @@ class Cutting:
         return state
 
 
-def _finished(problem: Problem, planner: str, budget_bytes: int, segment: Sequence[int]) -> Plan:
+def _cheapest(problem: Problem, planner: str, budget_bytes: int, rows: Iterable[Sequence[int]]) -> Plan:
+    """The fastest plan within the budget, by exact peak and time, of some ways to cut: the segment of each op of
+    forward, or OUTSIDE. Raises BudgetError: none is within it."""
     ev = evaluator_of(problem)
-    state = Cutting(ev).state(np.array(segment, np.int64))
-    return finish(problem, planner, budget_bytes, ev.actions(state))
+    cutting, lowest = Cutting(ev), 1 << 62
+    best: tuple[int, State] | None = None
+    for segment in rows:
+        state = cutting.state(np.array(segment, np.int64))
+        peak, time_ns = ev.cost(state)
+        lowest = min(lowest, peak)
+        if peak <= budget_bytes and (best is None or time_ns < best[0]):
+            best = (time_ns, state)
+    if best is None:
+        raise refuse(problem, planner, budget_bytes, lowest)
+    return finish(problem, planner, budget_bytes, ev.actions(best[1]))
+
+
+def _modules(problem: Problem) -> tuple[str, ...]:
+    return problem.trace.ops.module[: problem.forward_end]
 
 
 def plan_sqrt_n(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -85,13 +100,10 @@ def plan_sqrt_n(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) 
 
     Source: "Training deep nets with sublinear memory cost", section 3. n counts the ops that create something. The
     number of segments does not follow the budget.
-
-    Raises:
-        BudgetError: the plan is over the budget.
     """
     creating = [bool(problem.creates[i]) for i in range(problem.forward_end)]
     segment = equal_segments(creating, max(1, isqrt(sum(creating))))
-    return _finished(problem, "sqrt-n", budget_bytes, segment)
+    return _cheapest(problem, "sqrt-n", budget_bytes, [segment])
 
 
 def equal_segments(creating: Sequence[bool], count: int) -> list[int]:
@@ -108,13 +120,8 @@ def plan_per_block(problem: Problem, budget_bytes: int, limits: Limits = DEFAULT
     """Plan as `torch.utils.checkpoint` around each repeated block does: save the blocks' inputs, recompute inside.
 
     The number of blocks does not follow the budget; a model without repeated blocks is left as it is.
-
-    Raises:
-        BudgetError: the plan is over the budget.
     """
-    trace = problem.trace
-    segment = block_segments(trace.ops.module[: problem.forward_end])
-    return _finished(problem, "per-block", budget_bytes, segment)
+    return _cheapest(problem, "per-block", budget_bytes, [block_segments(_modules(problem))])
 
 
 def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -125,28 +132,14 @@ def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limi
     run without checkpointing. Saved are the inputs of the others, and all that lies outside the blocks.
 
     Source: torch/utils/checkpoint.py, `checkpoint_sequential`. Ignores: segments of unequal length.
-
-    Raises:
-        BudgetError: none is within the budget.
     """
-    trace = problem.trace
-    name = "checkpoint-sequential"
-    ev = evaluator_of(problem)
-    cutting = Cutting(ev)
-    block = sequence_of(trace.ops.module[: problem.forward_end])
+    block = sequence_of(_modules(problem))
     count = max(block, default=OUTSIDE) + 1
-    best: tuple[int, State] | None = None
-    lowest = 1 << 62
-    for segments in range(1, max(count, 1) + 1):
-        segment = [OUTSIDE if b == OUTSIDE else torch_segment(b, count, segments) for b in block]
-        state = cutting.state(np.array(segment, np.int64))
-        peak, time_ns = ev.cost(state)
-        lowest = min(lowest, peak)
-        if peak <= budget_bytes and (best is None or time_ns < best[0]):
-            best = (time_ns, state)
-    if best is None:
-        raise refuse(problem, name, budget_bytes, lowest)
-    return finish(problem, name, budget_bytes, ev.actions(best[1]))
+    rows = (
+        [OUTSIDE if b == OUTSIDE else torch_segment(b, count, segments) for b in block]
+        for segments in range(1, max(count, 1) + 1)
+    )
+    return _cheapest(problem, "checkpoint-sequential", budget_bytes, rows)
 
 
 def torch_segment(block: int, blocks: int, segments: int) -> int:

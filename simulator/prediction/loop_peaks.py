@@ -35,7 +35,6 @@ class LoopPeaks:
         return replace(self.iterations[-1], peak_block_bytes=max(later) or None)
 
     def to_json(self) -> dict[str, Any]:
-        """The peaks after the first iteration, and those of each iteration and of each phase."""
         return {**_json(self.steady), **self.parts()}
 
     def parts(self) -> dict[str, Any]:
@@ -150,16 +149,15 @@ def _on_a_cpu(trace: Trace, replay: Replay) -> LoopPeaks:
 
 
 def _on_a_gpu(reserved: ReservedFigures) -> LoopPeaks:
-    phases = {phase: _figures(f) for phase, f in reserved.phases.items()}
-    return LoopPeaks(iterations=tuple(map(_figures, reserved.iterations)), phases=phases)
+    def figures(f: AllocatorFigures) -> RunFigures:
+        return RunFigures(
+            peak_allocated_bytes=f.peak_requested_bytes,
+            peak_block_bytes=f.peak_block_bytes,
+            peak_reserved_bytes=f.peak_reserved_bytes,
+        )
 
-
-def _figures(f: AllocatorFigures) -> RunFigures:
-    return RunFigures(
-        peak_allocated_bytes=f.peak_requested_bytes,
-        peak_block_bytes=f.peak_block_bytes,
-        peak_reserved_bytes=f.peak_reserved_bytes,
-    )
+    phases = {phase: figures(f) for phase, f in reserved.phases.items()}
+    return LoopPeaks(iterations=tuple(map(figures, reserved.iterations)), phases=phases)
 
 
 def _raised(f: RunFigures, more: int) -> RunFigures:

@@ -297,24 +297,14 @@ def text(warning: PredictionWarning) -> str:
     return " ".join(part.format(**told) for of, part in parts if of in ("", subject) or figures.get(of))
 
 
-def texts(c: Prediction) -> tuple[str, ...]:
-    """The prose of `warnings`."""
-    return tuple(map(text, warnings(c)))
-
-
-def texts_beside_untouched(c: Prediction) -> tuple[str, ...]:
-    """The prose of `warnings` where figures of the untouched model stand: without the one that says what it needs."""
-    return tuple(text(w) for w in warnings(c) if w.code != UNTOUCHED)
+def texts(c: Prediction, but: str = "") -> tuple[str, ...]:
+    """The prose of `warnings`. Where figures of the untouched model stand beside it goes without UNTOUCHED."""
+    return tuple(text(w) for w in warnings(c) if w.code != but)
 
 
 def warnings_of(problem: Problem) -> tuple[PredictionWarning, ...]:
     """Return what must be said beside any figure of a trace, whatever the plan."""
     return warnings(predict(problem, setting_of(problem.trace.meta)))
-
-
-def texts_of(problem: Problem) -> list[str]:
-    """The prose of `warnings_of`."""
-    return list(map(text, warnings_of(problem)))
 
 
 def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:

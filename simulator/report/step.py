@@ -14,7 +14,7 @@ from simulator.planners.mu_two import Costs
 from simulator.planners.outcome import where
 from simulator.prediction.ask import Answer
 from simulator.prediction.loop_peaks import peaks_table
-from simulator.prediction.step import Prediction, describe, texts_beside_untouched, texts_of
+from simulator.prediction.step import UNTOUCHED, Prediction, describe, text, texts, warnings_of
 from simulator.prediction.step import provenance as figures_from
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
@@ -61,7 +61,7 @@ def simulation_sections(
 
 def about(problem: Problem, also: str) -> tuple[Text, ...]:
     """Where the figures of a page come from, and what must be said beside them."""
-    return (Text(provenance(problem.trace) + also, "note"), *warned(texts_of(problem)))
+    return (Text(provenance(problem.trace) + also, "note"), *warned(list(map(text, warnings_of(problem)))))
 
 
 def provenance(trace: Trace) -> str:
@@ -94,7 +94,7 @@ def headline(found: Answer) -> tuple[Block, ...]:
     return (
         peaks_table(c, found.asked, caption=PEAKS_CAPTION),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
-        *warned(texts_beside_untouched(c)),
+        *warned(texts(c, but=UNTOUCHED)),
         Table(columns=("", "in words"), rows=tuple(in_words(found))),
     )
 

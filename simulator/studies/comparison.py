@@ -9,7 +9,7 @@ from typing import Final, Unpack
 from simulator.bounds import lower_bound
 from simulator.planners import REGISTRY, find
 from simulator.prediction.ask import Budget, Device, Say, Source, Words, ask, problem_of, question, silent
-from simulator.prediction.step import predict, texts_of
+from simulator.prediction.step import predict, text, warnings_of
 from simulator.show.tables import Cell, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import LowtideError
@@ -70,7 +70,7 @@ def compare(
             "feasible": best is not None,
             "baseline": baseline(problem, kept, saved.setting),
             "bound": {k: told[k] for k in ("overhead_percent", "added_time_ns", "feasible", "reason")},
-            "warnings": texts_of(problem),
+            "warnings": list(map(text, warnings_of(problem))),
             "planners": rows_json(rows, KEYS),
         },
         words=f"{name}: budget {show_bytes(limit)} of {show_bytes(kept.timeline.peak_allocated_bytes)}, step "

@@ -18,7 +18,7 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import DEVICE, Device, Question, Say, Words, ask, completed, question, silent
 from simulator.prediction.levers import lower_bound, lowest_floor
-from simulator.prediction.step import Prediction, predict, provenance, texts_beside_untouched, untouched_fit
+from simulator.prediction.step import UNTOUCHED, Prediction, predict, provenance, texts, untouched_fit
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Study, columns
 from simulator.studies.tracing import Traced
@@ -294,7 +294,7 @@ def _answer(
         "with_plan": told.get(with_plan, {"batch_size": with_plan}),
         "provenance": provenance(shown.trace.meta),
         # What the untouched model needs is in the figures here.
-        "warnings": list(texts_beside_untouched(shown)),
+        "warnings": list(texts(shown, but=UNTOUCHED)),
         "probes": [*told.values()],
     }
     return MaxBatch(

@@ -27,7 +27,7 @@ from simulator.prediction.ask import (
     question,
     silent,
 )
-from simulator.prediction.step import texts_of
+from simulator.prediction.step import text, warnings_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import SpecError
@@ -135,7 +135,7 @@ def _front(
             "planner": planner,
             "solve_seconds": round(seconds, 3),
             "baseline": baseline(problem, kept, setting),
-            "warnings": texts_of(problem),
+            "warnings": list(map(text, warnings_of(problem))),
             "floor_bytes": floor_bytes,
             "smallest_peak_bytes": min(reached, default=None),
             "points": rows_json(rows, KEYS),

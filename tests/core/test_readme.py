@@ -85,7 +85,7 @@ def small_trace() -> Trace:
 )
 def test_every_column_is_documented_with_its_type(title: str, columns: dict[str, str]) -> None:
     words = {
-        "text": "string",
+        "string": "string",
         "int64": "int64",
         "int32": "int32",
         "list<int32>": "list of int32",

@@ -259,7 +259,7 @@ def test_device_memory_in_words() -> None:
     device = device_memory("cuda", gpu="a100-40", reserve="2%", context="1GiB")
     assert device is not None
     assert device.usable_bytes == 40 * GIB - GIB - 40 * GIB * 2 // 100
-    assert "A100-40" in device.describe()
+    assert "A100-40" in device.room()
     assert device_memory("cuda") is None
     cpu = device_memory("cpu", memory="2GiB")
     assert cpu is not None
