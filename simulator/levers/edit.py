@@ -169,6 +169,26 @@ class InTiles:
     number: int  # of tiles
 
 
+def new_op(
+    of: Op, name: str, target: str, phase: str, given: Sequence[Any], made: Sequence[Value], **more: Any
+) -> Op:
+    """An op of another's module that is called with what is given, and takes and reads what of it is `Taken`."""
+    taken = [x for x in given if isinstance(x, Taken)]
+    columns: dict[str, Any] = {
+        "time_ns": 0,
+        "inputs": [x.op for x in taken],
+        "reads": [x.value for x in taken],
+        **more,
+    }
+    told: dict[str, Any] = {
+        "module": of.module,
+        "source": of.source,
+        "called_with": tuple(given),
+        "writes": list(made),
+    }
+    return Op(name=name, target=target, phase=phase, **told, **columns)
+
+
 def users_of(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
     """Op -> the ops that take its value; storage -> the ops that read or write it."""
     takers: list[list[int]] = [[] for _ in trace.ops.name]
@@ -336,12 +356,15 @@ class Editing:
         ops = Ops(**columns)
         held = ("name", "nbytes", "category", "dtype", "shape")
         of_values: dict[str, Any] = {column: tuple(map(attrgetter(column), self.values)) for column in held}
-        uses: dict[str, Any] = {c: list(u) for c, u in uses_of(ops, len(self.values)).items()}
-        for s, v in enumerate(self.values):
-            if v.producer is None:  # a library's workspace is used by ops that do not read it
-                for column, old in zip(USES, v.uses, strict=True):
-                    uses[column][s] = now(self.op[old]) if old >= 0 else -1
-        uses = {c: tuple(u) for c, u in uses.items()}
+        found = uses_of(ops, len(self.values))
+        uses: dict[str, Any] = {
+            column: tuple(
+                # A library's workspace is used by ops that do not read it.
+                new if v.producer is not None else now(self.op[v.uses[k]] if v.uses[k] >= 0 else None)
+                for v, new in zip(self.values, found[column], strict=True)
+            )
+            for k, column in enumerate(USES)
+        }
         storages = Storages(
             **of_values,
             producer=tuple(now(v.producer) for v in self.values),
@@ -349,15 +372,8 @@ class Editing:
             aliases=aliases_of(ops, len(self.values)),
             **uses,
         )
-        told = (
-            ("", "", "")
-            if draft
-            else (
-                fingerprint(ops, storages),
-                fingerprint(ops, storages, eager=False),
-                fingerprint(ops, storages, sizes=False, eager=False),
-            )
-        )
+        which: tuple[dict[str, bool], ...] = ({}, {"eager": False}, {"sizes": False, "eager": False})
+        told = ("",) * 3 if draft else (fingerprint(ops, storages, **w) for w in which)
         made = replace(self.source, meta=self._meta(ops, *told), ops=ops, storages=storages)
         return made if draft else validate(made)
 

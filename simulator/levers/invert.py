@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from simulator.core.problem import Problem
-from simulator.levers.edit import Argument, Editing, Op, Taken, Value, users_of
+from simulator.levers.edit import Argument, Editing, Taken, Value, new_op, users_of
 from simulator.levers.pack import activation, activation_of, at_rate, needed, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -83,20 +83,19 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         name=f"{forward.name}_side", nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION
     )
     moved = x.nbytes + bits.nbytes
-    side = Op(
-        name=bits.name,
-        target="lowtide.side.default",
-        phase=FORWARD,
-        module=forward.module,
-        time_ns=at_rate(editing.once(pass_rate), moved),
+    side = new_op(
+        forward,
+        bits.name,
+        "lowtide.side.default",
+        FORWARD,
+        (Argument(0), pair.kind),
+        [bits],
         inputs=list(forward.inputs),
         reads=[x],
-        writes=[bits],
+        time_ns=at_rate(editing.once(pass_rate), moved),
         events=(bits.nbytes,),
         bytes_moved=moved,
         arguments=json.dumps([None, pair.kind], separators=(",", ":")),
-        source=forward.source,
-        called_with=(Argument(0), pair.kind),
     )
     editing.insert(side, forward)
     copy = editing.op[pair.copy] if pair.copy >= 0 else None

@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
 from simulator.core.problem import Problem
-from simulator.levers.edit import Editing, Ladder, Layout, Op, Taken, Value, Wish, ladder, users_of
+from simulator.levers.edit import Editing, Ladder, Layout, Taken, Value, Wish, ladder, new_op, users_of
 from simulator.levers.pack import Packing, needed
 from traces.devices import device
 from traces.errors import PlanError, SpecError
@@ -108,33 +108,12 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     ticket = Value(name="_offloaded".join(stem), nbytes=0, dtype="uint8", shape=(0,), category=ACTIVATION)
     back = replace(value, name="_reloaded".join(stem), producer=None, hold=None)
 
-    def op(
-        name: str,
-        target: str,
-        phase: str,
-        given: tuple[Taken, ...],
-        flags: int,
-        *made: Value,
-        more: Any = (),
-    ) -> Op:
-        return Op(
-            name=name,
-            target=target,
-            phase=phase,
-            module=made_by.module,
-            time_ns=0,
-            inputs=[x.op for x in given],
-            reads=[x.value for x in given],
-            writes=made,
-            events=(value.nbytes,) if back in made else (),
-            flags=flags,
-            source=made_by.source,
-            called_with=(*given, *more),
-        )
-
-    out = op(ticket.name, OFFLOAD, FORWARD, (Taken(made_by, value),), RANDOM, ticket)
-    again = op(back.name, RELOAD, FORWARD, (Taken(out, ticket),), 0, back, more=(Layout(value),))
-    both = Taken(again, back), Taken(out, ticket)
+    given = (Taken(made_by, value),)
+    out = new_op(made_by, ticket.name, OFFLOAD, FORWARD, given, [ticket], flags=RANDOM)
+    of_out = Taken(out, ticket)
+    again = new_op(
+        made_by, back.name, RELOAD, FORWARD, (of_out, Layout(value)), [back], events=(value.nbytes,)
+    )
     editing.insert(out, made_by, after=True)
     editing.insert(again, out, after=True)
     packing.redirect(readers, {made_by: again}, back)
@@ -142,7 +121,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         ("_out", WAIT_OUT, FORWARD, rewrite.out_before),
         ("_prefetched", PREFETCH, BACKWARD, rewrite.in_before),
     ):
-        new = op(name.join(stem), target, phase, both, EFFECT)
+        new = new_op(made_by, name.join(stem), target, phase, (Taken(again, back), of_out), [], flags=EFFECT)
         i = place(trace, before, phase, lambda i: editing.there(editing.op[i]))
         if i >= 0:
             editing.insert(new, editing.op[i])

@@ -19,7 +19,19 @@ from typing import Any, Final
 
 from simulator.core.formats import FORMATS, HOLDS, narrow
 from simulator.core.problem import Problem
-from simulator.levers.edit import Editing, Ladder, Layout, Op, Taken, Value, Wish, by_shares, ladder, users_of
+from simulator.levers.edit import (
+    Editing,
+    Ladder,
+    Layout,
+    Op,
+    Taken,
+    Value,
+    Wish,
+    by_shares,
+    ladder,
+    new_op,
+    users_of,
+)
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, RANDOM, VIEW, Trace
@@ -245,49 +257,31 @@ class Packing:
             self.redirect(forward, {self.made_by: unpack}, unpack.writes[0])
 
     def _pack(self) -> Op:
-        rule, n, value = FORMATS[self.format], self.elements, self.value
-        payload = Value(
-            name=f"{self.made_by.name}_packed{self.suffix}",
-            nbytes=rule.payload_bytes(n),
-            dtype="uint8",
-            shape=(rule.payload_bytes(n),),
-            category=ACTIVATION,
-        )
-        item = ITEM_BYTES[value.dtype]
+        rule, n, item = FORMATS[self.format], self.elements, ITEM_BYTES[self.value.dtype]
+        name, nbytes = f"{self.made_by.name}_packed{self.suffix}", rule.payload_bytes(n)
+        payload = Value(name=name, nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION)
+        given = Taken(self.made_by, self.value), self.told
         events, moved = rule.pack_events(n, item), rule.pack_bytes_moved(n, item)
-        given = Taken(self.made_by, value)
-        return self._op("pack", FORWARD, (given, self.told), payload, events, moved)
+        return self._op("pack", FORWARD, given, payload, events, moved)
 
     def _unpack(self, pack: Op, phase: str) -> Op:
-        rule, n, value = FORMATS[self.format], self.elements, self.value
+        rule, n, item = FORMATS[self.format], self.elements, self.value.nbytes // self.elements
         name = f"{self.made_by.name}_unpacked{self.suffix}{'_in_forward' if phase == FORWARD else ''}"
-        item, again = (
-            value.nbytes // n,
-            replace(value, name=name, category=ACTIVATION, producer=None, hold=None),
-        )
+        again = replace(self.value, name=name, category=ACTIVATION, producer=None, hold=None)
+        given = Taken(pack, pack.writes[0]), self.told, Layout(self.value)
         events, moved = rule.unpack_events(n, item), rule.unpack_bytes_moved(n, item)
-        given = Taken(pack, pack.writes[0])
-        return self._op("unpack", phase, (given, self.told, Layout(value)), again, events, moved)
+        return self._op("unpack", phase, given, again, events, moved)
 
     def _op(
         self, what: str, phase: str, given: tuple[Any, ...], made: Value, events: tuple[int, ...], moved: int
     ) -> Op:
-        first: Taken = given[0]
-        return Op(
-            name=made.name,
-            target=f"lowtide.{what}.default",
-            phase=phase,
-            module=self.made_by.module,
-            time_ns=at_rate(self.editing.once(pass_rate), moved),
-            inputs=[first.op],
-            reads=[first.value],
-            writes=[made],
-            events=events,
-            flags=RANDOM if what == "pack" else 0,
-            bytes_moved=moved,
-            source=self.made_by.source,
-            called_with=given,
-        )
+        figures = {
+            "time_ns": at_rate(self.editing.once(pass_rate), moved),
+            "bytes_moved": moved,
+            "events": events,
+        }
+        flags, target = RANDOM if what == "pack" else 0, f"lowtide.{what}.default"
+        return new_op(self.made_by, made.name, target, phase, given, [made], flags=flags, **figures)
 
     def redirect(self, ops: Iterable[Op], instead: dict[Op, Op], value: Value) -> None:
         """Let ops take other ops' values where they take this one's, and read what is behind those."""

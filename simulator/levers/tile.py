@@ -22,7 +22,19 @@ from typing import Any, Final
 
 from simulator.core.facts import DROPOUT_MASK
 from simulator.core.problem import Problem
-from simulator.levers.edit import Argument, Editing, Factor, InTiles, Ladder, Like, Op, Taken, Value, Wish
+from simulator.levers.edit import (
+    Argument,
+    Editing,
+    Factor,
+    InTiles,
+    Ladder,
+    Like,
+    Op,
+    Taken,
+    Value,
+    Wish,
+    new_op,
+)
 from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -150,17 +162,9 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
     trace = editing.source
     (part,) = stretch.parts
     factor, made_by = _factor(editing, stretch)
-    raw = {
-        r.storage: replace(
-            editing.value[r.storage],
-            name=f"{editing.value[r.storage].name} in tiles",
-            category=ACTIVATION,
-            producer=None,
-            hold=None,
-            uses=(),
-        )
-        for r in stretch.gradients
-    }
+    fresh: dict[str, Any] = {"category": ACTIVATION, "producer": None, "hold": None, "uses": ()}
+    whole = [(r.storage, editing.value[r.storage]) for r in stretch.gradients]
+    raw = {s: replace(v, name=f"{v.name} in tiles", **fresh) for s, v in whole}
     tiles = Op(
         name=names(trace, stretch.storage)[0],
         phase=FORWARD,
@@ -172,20 +176,19 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
     _put(editing, part, tiles)
     for r in stretch.gradients:
         old, value = editing.op[r.op], editing.value[r.storage]
-        scaled = Op(
-            name=f"{old.name}_scaled",
-            target="aten.mul.Tensor",
-            phase=BACKWARD,
-            module=old.module,
-            time_ns=at_rate(editing.once(pass_rate), 2 * value.nbytes),
+        scaled = new_op(
+            old,
+            f"{old.name}_scaled",
+            "aten.mul.Tensor",
+            BACKWARD,
+            (Taken(tiles, raw[r.storage]), Factor(stretch.storage)),
+            [value],
             inputs=[tiles, *made_by],
             reads=[raw[r.storage], factor],
-            writes=[value],
+            time_ns=at_rate(editing.once(pass_rate), 2 * value.nbytes),
             events=(value.nbytes,),
             overwrites=raw[r.storage],
             bytes_moved=2 * value.nbytes,
-            source=old.source,
-            called_with=(Taken(tiles, raw[r.storage]), Factor(stretch.storage)),
         )
         editing.insert(scaled, old)
         value.producer = scaled

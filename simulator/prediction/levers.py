@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -293,66 +293,48 @@ def plan_with_levers(
         BudgetError: there is none. The refusal is that of the step with the lowest peak, and names a lever that is not
             allowed and would help.
     """
-    planning = _Planning(problem, budget_bytes, levers)
-    for step in planning.steps():
-        planning.plan(step, make, sooner)
-    if planning.best is None:
-        assert planning.refusal is not None
-        help_by = _helpful(problem, levers)
-        told = f"{planning.refusal} {help_by}" if help_by else str(planning.refusal)
-        raise Infeasible(told, planning.refusal.figures)
-    return planning.best
+    chooser, close_ns = Chooser(problem, budget_bytes, levers), problem.trace.time_ns // CLOSE
+    best: Plan | None = None
+    refusal: Infeasible | None = None
 
+    def promise(step: Changed | Slower) -> tuple[int, ...]:
+        return step.least_ns // max(1, close_ns), *promise_of(step)[1:], step.least_ns
 
-class _Planning:
-    """The best plan so far, and the refusal with the lowest peak."""
-
-    def __init__(self, problem: Problem, budget_bytes: int, levers: Levers) -> None:
-        self.problem, self.levers = problem, levers
-        self.chooser = Chooser(problem, budget_bytes, levers)
-        self.found = changed_steps(problem, budget_bytes, levers)
-        self.close_ns = problem.trace.time_ns // CLOSE
-        self.best: Plan | None = None
-        self.refusal: Infeasible | None = None
-
-    def steps(self) -> Iterator[Changed]:
-        """The steps that may have a cheaper plan than the best so far, by rising bound, few of equal kinds."""
-
-        def promise(step: Changed | Slower) -> tuple[int, ...]:
-            return step.least_ns // max(1, self.close_ns), *promise_of(step)[1:], step.least_ns
-
-        steps, planned = sorted(self.found, key=promise), Counter[frozenset[str]]()
-        while steps:
-            step, best_ns = steps.pop(0), _time_ns(self.best)
-            kinds = frozenset(r.kind for r in step.rewrites)
-            near_ns = self.close_ns if planned[kinds] else 0
-            if self.best and (step.least_ns >= best_ns - near_ns or planned[kinds] >= SEARCHED):
-                continue
-            if isinstance(step, Changed):
-                planned[kinds] += 1
-                yield step
-            elif self.best is None or self.chooser.quick_ns(step.rewrites, best_ns) < best_ns:
-                found = self.chooser.changed(step.rewrites)
+    # By rising bound, few of equal kinds, as long as they may have a cheaper plan than the best so far.
+    steps, planned = (
+        sorted(changed_steps(problem, budget_bytes, levers), key=promise),
+        Counter[frozenset[str]](),
+    )
+    while steps:
+        step, best_ns = steps.pop(0), _time_ns(best)
+        kinds = frozenset(r.kind for r in step.rewrites)
+        near_ns = close_ns if planned[kinds] else 0
+        if best and (step.least_ns >= best_ns - near_ns or planned[kinds] >= SEARCHED):
+            continue
+        if isinstance(step, Slower):
+            if best is None or chooser.quick_ns(step.rewrites, best_ns) < best_ns:
+                found = chooser.changed(step.rewrites)
                 if found.bound.feasible:
                     insort(steps, found, key=promise)
-
-    def plan(
-        self, step: Changed, make: Callable[[Problem], Plan], sooner: Callable[[Problem], Plan] | None
-    ) -> None:
-        """Plan a step, in full only if one made sooner comes near the best."""
-        near_ns = _time_ns(self.best) + NEAR * self.close_ns
+            continue
+        planned[kinds] += 1
         try:
-            if self.best and sooner is not None and _time_ns(sooner(step.problem)) >= near_ns:
-                return
+            if best and sooner and _time_ns(sooner(step.problem)) >= best_ns + NEAR * close_ns:
+                continue
             made = make(checked(step.problem))
         except Infeasible as error:
             told = _with(step.rewrites, error)
-            self.refusal = min(self.refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
-            return
-        if made.rewrites and step.rewrites and self.levers.kinds is None:
-            return  # a planner that changes the step itself
-        if _time_ns(made) < _time_ns(self.best):
-            self.best = _of(self.problem, made, step.rewrites, self.levers)
+            refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
+            continue
+        both = (
+            made.rewrites and step.rewrites and levers.kinds is None
+        )  # a planner that changes the step itself
+        if _time_ns(made) < best_ns and not both:
+            best = _of(problem, made, step.rewrites, levers)
+    if best is None:
+        assert refusal is not None
+        raise Infeasible(f"{refusal} {_helpful(problem, levers)}".strip(), refusal.figures)
+    return best
 
 
 def lowest_floor(problem: Problem, levers: Levers) -> int:
@@ -374,14 +356,14 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     best = changed_steps(problem, budget_bytes, levers)[0]
     assert isinstance(best, Changed)
     rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
+    bound, time_ns = best.bound, problem.trace.time_ns
     tried = len({r.storage for r in rewrites}) > 1  # of one head, every number of tiles was tried
-    if not best.rewrites:
-        tried = tried and best.bound.added_time_ns > 0
-        return replace(best.bound, tried=tried, reason=best.bound.reason + TRIED * tried)
-    added = best.least_ns - problem.trace.time_ns if best.bound.feasible else 0
-    share = percent(added, problem.trace.time_ns)
-    reason = best.bound.reason + TRIED * tried
-    return replace(best.bound, reason=reason, added_time_ns=added, overhead_percent=share, tried=tried)
+    if best.rewrites:
+        added = best.least_ns - time_ns if bound.feasible else 0
+        bound = replace(bound, added_time_ns=added, overhead_percent=percent(added, time_ns))
+    else:
+        tried = tried and bound.added_time_ns > 0
+    return replace(bound, tried=tried, reason=bound.reason + TRIED * tried)
 
 
 def _time_ns(plan: Plan | None) -> int:

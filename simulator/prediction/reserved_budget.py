@@ -64,13 +64,11 @@ def plan_within_reserved(
     def judged(budget_bytes: int) -> Tried:
         plan = plan_with(planner, problem, budget_bytes, share)
         found: list[Tried] = []
-        for k in range(len(settings) + ahead):
-            asked = k == len(settings)
-            setting = _ahead(problem, plan, settings[0], limit_bytes) if asked else settings[k]
+        while len(found) < len(settings) + ahead and not (found and found[-1].reserved_bytes <= limit_bytes):
+            k = len(found)
+            setting = settings[k] if k < len(settings) else _ahead(problem, plan, settings[0], limit_bytes)
             found.append(Tried(plan, _reserved_bytes(problem, plan, setting), setting))
-            if found[-1].reserved_bytes <= limit_bytes:
-                break
-        best = found[-1] if found[-1].reserved_bytes <= limit_bytes else min(found, key=lambda t: t[1])
+        best = min(found, key=lambda t: t.reserved_bytes)
         told = best.setting.alloc_conf or "torch's default settings"
         told += ", asked for in one piece" * (best.setting is not found[0].setting and len(settings) == 1)
         added = plan.predicted["plan"]["overhead_percent"]
