@@ -126,8 +126,53 @@ class Floor:
     working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
 
 
+TOO_LITTLE = "leaves too little for the rest, which must be computed again"
+NOTHING_SHOWN = "no instant shows that anything must be computed again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The least time that every plan within a budget must add."""
+
+    budget_bytes: int
+    feasible: bool  # False: certainly no plan fits; True: none of the instants looked at rules one out
+    added_time_ns: int  # rounded down; 0 if not feasible
+    overhead_percent: float  # of the step time with everything saved
+    op: int  # the op whose run gave it, or after which it holds; TURN: the end of forward, or nothing to be added
+    price_ns: int  # the price there is price_ns / price_bytes: what the last byte costs
+    price_bytes: int
+    reason: str  # in words
+    # Whether it holds only for plans with one of the combinations of rewrites that were tried, or none.
+    tried: bool = False
+
+    def least(self, where: str = "") -> str:
+        """For people: what no plan goes below, and for which plans that is certified."""
+        such = "with the rewrites that were tried " if self.tried else ""
+        return f"no plan {such}{where}adds less than {show_percent(self.overhead_percent)}"
+
+    def gap_points(self, step_ns: int, saved_ns: int) -> float | None:
+        """By how many percent of the step with everything saved a plan's step takes longer than the bound says.
+
+        None where no plan can fit, or nothing takes time.
+        """
+        if not self.feasible or not saved_ns:
+            return None
+        return round(100 * (step_ns - saved_ns - self.added_time_ns) / saved_ns, 4)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `bound` of `simulate --json`."""
+        return {
+            "overhead_percent": self.overhead_percent if self.feasible else None,
+            "added_time_ns": self.added_time_ns if self.feasible else None,
+            "feasible": self.feasible,
+            "op": self.op,
+            "price_ns_per_gib": round(self.price_ns * 2**30 / self.price_bytes),
+            "reason": self.reason,
+        }
+
+
 class Instants:
-    """The facts about one trace that all instants share, and the instants worked out so far."""
+    """One trace's instants and the bounds that they give: the facts that they share, and what is worked out so far."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.trace = problem, problem.trace
@@ -140,6 +185,7 @@ class Instants:
             n for n, again in zip(of_steps.peak_bytes, of_steps.recompute, strict=True) if not again
         ]
         self._instants: dict[int, Instant] = {}
+        self._bounds: dict[int, Bound] = {}  # by budget
         # Each pair of an op and a storage that it reads, once.
         n_st = max(1, len(sts))
         counts = np.fromiter((len(r) for r in ops.reads), np.int64, len(ops))
@@ -249,16 +295,12 @@ class Instants:
         recompute; in forward an earlier instant outdoes a later one. Only the highest are taken.
         """
         worth: list[int] = []
-        top = budget_bytes
-        for i in range(len(self.peaks) - 1, self.turn - 1, -1):
-            if self.peaks[i] > top:
-                top = self.peaks[i]
-                worth.append(i)
-        top = budget_bytes
-        for i in range(self.turn):
-            if self.peaks[i] > top:
-                top = self.peaks[i]
-                worth.append(i)
+        for order in (range(len(self.peaks) - 1, self.turn - 1, -1), range(self.turn)):
+            top = budget_bytes
+            for i in order:
+                if self.peaks[i] > top:
+                    top = self.peaks[i]
+                    worth.append(i)
         worth.sort(key=lambda i: (-self.peaks[i], i))
         return [TURN, *worth[:MOST_INSTANTS]]
 
@@ -301,113 +343,27 @@ class Instants:
         link = made & ~setting.wanted & ~setting.forced
         return list(components(self.problem, setting.wanted.tolist(), link.tolist(), self._known))
 
-
-TOO_LITTLE = "leaves too little for the rest, which must be computed again"
-NOTHING_SHOWN = "no instant shows that anything must be computed again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """The least time that every plan within a budget must add."""
-
-    budget_bytes: int
-    feasible: bool  # False: certainly no plan fits; True: none of the instants looked at rules one out
-    added_time_ns: int  # rounded down; 0 if not feasible
-    overhead_percent: float  # of the step time with everything saved
-    op: int  # the op whose run gave it, or after which it holds; TURN: the end of forward, or nothing to be added
-    price_ns: int  # the price there is price_ns / price_bytes: what the last byte costs
-    price_bytes: int
-    reason: str  # in words
-    # Whether it holds only for plans with one of the combinations of rewrites that were tried, or none.
-    tried: bool = False
-
-    def least(self, where: str = "") -> str:
-        """For people: what no plan goes below, and for which plans that is certified."""
-        such = "with the rewrites that were tried " if self.tried else ""
-        return f"no plan {such}{where}adds less than {show_percent(self.overhead_percent)}"
-
-    def gap_points(self, step_ns: int, saved_ns: int) -> float | None:
-        """By how many percent of the step with everything saved a plan's step takes longer than the bound says.
-
-        None where no plan can fit, or nothing takes time.
-        """
-        if not self.feasible or not saved_ns:
-            return None
-        return round(100 * (step_ns - saved_ns - self.added_time_ns) / saved_ns, 4)
-
-    def to_json(self) -> dict[str, Any]:
-        """The `bound` of `simulate --json`."""
-        return {
-            "overhead_percent": self.overhead_percent if self.feasible else None,
-            "added_time_ns": self.added_time_ns if self.feasible else None,
-            "feasible": self.feasible,
-            "op": self.op,
-            "price_ns_per_gib": round(self.price_ns * 2**30 / self.price_bytes),
-            "reason": self.reason,
-        }
-
-
-def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
-    """The certified bound for one budget; see the module's text for what it counts and ignores."""
-    return bounder_of(problem).bound(budget_bytes)
-
-
-def bound_curve(problem: Problem, budgets: Iterable[int]) -> tuple[Bound, ...]:
-    """The certified bound for each budget, by rising budget; work is shared among them.
-
-    A plan within a budget is also within every larger one, so what holds for a larger budget holds for a
-    smaller one, and the curve never rises with the budget.
-    """
-    bounder = bounder_of(problem)
-    out: list[Bound] = []
-    for budget in sorted(set(budgets), reverse=True):
-        bound, best = bounder.bound(budget), out[-1] if out else None
-        if best is not None and (best.feasible, -best.added_time_ns) < (bound.feasible, -bound.added_time_ns):
-            bound = bounder.carry(best, budget)
-        out.append(bound)
-    return tuple(reversed(out))
-
-
-def bounder_of(problem: Problem) -> Bounder:
-    """The bounder of a problem, made once."""
-    return problem.once("bounder", Bounder)
-
-
-class Bounder:
-    """Bounds for one problem and any number of budgets."""
-
-    def __init__(self, problem: Problem) -> None:
-        problem = relaxed(problem)
-        self.trace = problem.trace
-        self.instants = Instants(problem)
-        self._known: dict[int, Bound] = {}  # by budget
-
-    @property
-    def floor(self) -> Floor:
-        """A peak that no plan can go below."""
-        return self.instants.floor
-
     def quick_ns(self, budget_bytes: int, enough_ns: int) -> int:
         """Return what instants by themselves show that every plan within the budget adds; ends where that is enough."""
         most_ns = 0
-        for op in self.instants.overfull(budget_bytes):
-            most_ns = max(most_ns, *(self.instants.at(op).added(budget_bytes) or (0,))[:1])
+        for op in self.overfull(budget_bytes):
+            most_ns = max(most_ns, *(self.at(op).added(budget_bytes) or (0,))[:1])
             if most_ns > enough_ns:
                 break
         return most_ns
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look."""
-        if budget_bytes not in self._known:
-            self._known[budget_bytes] = self._found(budget_bytes)
-        return self._known[budget_bytes]
+        if budget_bytes not in self._bounds:
+            self._bounds[budget_bytes] = self._found(budget_bytes)
+        return self._bounds[budget_bytes]
 
     def _found(self, budget_bytes: int) -> Bound:
         if budget_bytes < self.floor.peak_bytes:
             return self._infeasible(budget_bytes, self.floor.op, self.floor.peak_bytes)
         best, at = (0, 0, 1), TURN
-        for op in self.instants.overfull(budget_bytes):
-            instant = self.instants.at(op)
+        for op in self.overfull(budget_bytes):
+            instant = self.at(op)
             found = instant.added(budget_bytes)
             if found is None:
                 least = instant.unavoidable_bytes + instant.most_bytes - sum(b for _, b in instant.steps)
@@ -444,3 +400,29 @@ class Bounder:
 
     def _while(self, op: int) -> str:
         return "when forward has ended" if op == TURN else f"while {self.trace.ops.name[op]} (op {op}) runs"
+
+
+def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
+    """The certified bound for one budget; see the module's text for what it counts and ignores."""
+    return bounder_of(problem).bound(budget_bytes)
+
+
+def bound_curve(problem: Problem, budgets: Iterable[int]) -> tuple[Bound, ...]:
+    """The certified bound for each budget, by rising budget; work is shared among them.
+
+    A plan within a budget is also within every larger one, so what holds for a larger budget holds for a
+    smaller one, and the curve never rises with the budget.
+    """
+    bounder = bounder_of(problem)
+    out: list[Bound] = []
+    for budget in sorted(set(budgets), reverse=True):
+        bound, best = bounder.bound(budget), out[-1] if out else None
+        if best is not None and (best.feasible, -best.added_time_ns) < (bound.feasible, -bound.added_time_ns):
+            bound = bounder.carry(best, budget)
+        out.append(bound)
+    return tuple(reversed(out))
+
+
+def bounder_of(problem: Problem) -> Instants:
+    """The instants of a problem, for any number of budgets, made once."""
+    return problem.once("bounder", lambda p: Instants(relaxed(p)))

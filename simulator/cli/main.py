@@ -68,10 +68,12 @@ def main() -> None:
 def planners_command(as_json: bool) -> None:
     """List the planners."""
     from simulator.planners import REGISTRY
-    from simulator.show.tables import aligned
 
     about = {name: summary for name, (_, summary) in REGISTRY.items()}
-    echo(json.dumps(about) if as_json else "\n".join(aligned(list(about.items()), left=(0, 1))))
+    wide = max(map(len, about))
+    echo(
+        json.dumps(about) if as_json else "\n".join(f"{name:{wide}}  {text}" for name, text in about.items())
+    )
 
 
 main.add_command(plan_command, DEFAULT_COMMAND)

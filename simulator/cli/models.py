@@ -58,9 +58,13 @@ def sweep_command(
     from simulator.studies.sweep import sweep
     from simulator.studies.tracing import Traced
 
-    asked, sizes = question(**words), parse_batch_sizes(batch_sizes)
+    asked, sizes = question(**words), listed("--batch-sizes", batch_sizes)
+    if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
+        raise SpecError(
+            f"--batch-sizes {batch_sizes!r}: give positive whole numbers with commas, such as 8,16,32."
+        )
     traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words))
-    found = sweep(traced, sizes, asked, out.say)
+    found = sweep(traced, list(map(int, sizes)), asked, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
@@ -70,27 +74,14 @@ def sweep_command(
         raise BudgetError(f"no batch size fits: {found.rows[0].message}")
 
 
-def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """Batch sizes from `8,16,32`; raises SpecError if one is no positive number or stands twice."""
-    words = listed("--batch-sizes", text)
-    if not all(re.fullmatch("[1-9][0-9]*", word) for word in words):
-        raise SpecError(f"--batch-sizes {text!r}: give positive whole numbers with commas, such as 8,16,32.")
-    return tuple(map(int, words))
-
-
 @click.command("max-batch", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @TRACE_WORDS
 @click.option(
     "--budget-overhead", default="30%", show_default=True, help="Time that a plan may add to a step."
 )
-@click.option(
-    "--multiple-of",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Try only multiples of this.",
-)
+@click.option("--multiple-of", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Try only multiples of this.")  # fmt: skip
 @click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
               help="Largest batch size to try.")  # fmt: skip
 @asking(*DEVICE, RESERVE, PLANNER, *SEARCH, *LEVERS)
@@ -118,14 +109,9 @@ def max_batch_command(
     words_for_trace(model, trace_words, "--target")  # which --gpu decides
     if words["reserve"] is None and words["gpu"] is not None and device(words["gpu"]).kind != CPU:
         words["reserve"] = DEFAULT_RESERVE
-    found = max_batch(
-        model,
-        budget_overhead_percent=_percent(budget_overhead),
-        trace_options=trace_words,
-        progress=out.say,
-        **limits,
-        **words,
-    )
+    price = _percent(budget_overhead)
+    words |= {"budget_overhead_percent": price, "trace_options": trace_words, "progress": out.say, **limits}
+    found = max_batch(model, **words)
     write_text(found.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
     show(out, found)
     if not found.with_plan:

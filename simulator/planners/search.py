@@ -159,7 +159,7 @@ def states(
 
 def best_cut(search: Search, bound: Bound, good_enough_added_ns: int) -> Found | None:
     """The cheapest plan that cuts lead to, None if none of them fits; ends at an added time that is good enough."""
-    instants = bounder_of(search.problem).instants
+    instants = bounder_of(search.problem)
     ops = dict.fromkeys((bound.op, *instants.overfull(search.budget_bytes)[:INSTANTS]))
     best: Found | None = None
     for op in list(ops)[:INSTANTS]:

@@ -71,17 +71,11 @@ def provenance(trace: Trace) -> str:
 
 def metadata(trace: Trace) -> Table:
     """Return what the trace records about itself, and its figures."""
-    told = {
-        k: v
-        for k, v in trace.meta.to_json().items()
-        if v and isinstance(v, str | int | dict) and k != "sketch"
-    }
-    rows = {
-        k.replace("_", " "): ", ".join(f"{n} {x}" for n, x in sorted(v.items()))
-        if isinstance(v, dict)
-        else str(v)
-        for k, v in told.items()
-    }
+    rows = {}
+    for k, v in trace.meta.to_json().items():
+        if v and isinstance(v, str | int | dict) and k != "sketch":
+            parts = [f"{n} {x}" for n, x in sorted(v.items())] if isinstance(v, dict) else [str(v)]
+            rows[k.replace("_", " ")] = ", ".join(parts)
     return Table(columns=("", "value"), rows=tuple((rows | trace.describe()[1]).items()))
 
 
@@ -105,25 +99,19 @@ def in_words(found: Answer) -> list[tuple[str, str]]:
     """
     c = found.planned
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
-    lines = [("budget", _budget(found))]
-    if plan.changes:
-        added = show_percent(c.overhead_percent, signed=True)
-        others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
-        swapped = "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
-        lines += [("rewrite", line) for line in rewrites_in_words(c.trace, plan)]
-        lines += [
-            ("time", f"{show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})"),
-            (
-                "plan",
-                f"{plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op runs{swapped}, "
-                f"found in {found.solve_seconds:.2f} s",
-            ),
-        ]
-        if found.bound is not None and found.gap_points is not None:
-            within = f"this one is within {found.gap_points:.2f} points of it"
-            lines.append(("bound", f"{found.bound.least('for this budget ')}; {within}"))
-    else:
-        lines.append(("time", show_time(after.step_time_ns)))
+    budget, time = ("budget", _budget(found)), show_time(after.step_time_ns)
+    if not plan.changes:
+        return [budget, ("time", time), *_reserved(c), *_device(c)]
+    added = show_percent(c.overhead_percent, signed=True)
+    others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
+    swapped = "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
+    again = f"{len(plan.recomputed)} values recomputed by {after.recomputed_ops} op runs{swapped}"
+    lines = [budget, *(("rewrite", line) for line in rewrites_in_words(c.trace, plan))]
+    lines.append(("time", f"{show_time(before.step_time_ns)} -> {time} ({added})"))
+    lines.append(("plan", f"{plan.planner}: {again}, found in {found.solve_seconds:.2f} s"))
+    if found.bound is not None and found.gap_points is not None:
+        within = f"this one is within {found.gap_points:.2f} points of it"
+        lines.append(("bound", f"{found.bound.least('for this budget ')}; {within}"))
     return [*lines, *_reserved(c), *_device(c)]
 
 
@@ -265,10 +253,8 @@ def holders(trace: Trace, replay: Replay, caption: str = "", most: int = HOLDERS
     """The largest storages that are allocated at the peak."""
     ops, sts = trace.ops, trace.storages
     at = replay.timeline.peak_step
-    there = holdings(trace, replay.schedule, at) if at >= 0 else []
-    shown = there[:most]
-    always = Cell("exists throughout the step", tone="quiet")
-    made = sts.producer
+    there, made = holdings(trace, replay.schedule, at) if at >= 0 else [], sts.producer
+    shown, always = there[:most], Cell("exists throughout the step", tone="quiet")
     return table(
         shown,
         (
@@ -304,14 +290,11 @@ def recomputations(trace: Trace, replay: Replay) -> tuple[Recomputation, ...]:
         if again and (timeline.duration_ns[step] or schedule.binds[step]):
             steps.setdefault(op, []).append(step)
 
-    def of(op: int) -> Recomputation:
-        rebuilt = {s for step in steps[op] for s in schedule.binds[step]}
-        nbytes = sum(trace.storages.nbytes[s] for s in rebuilt)
-        return Recomputation(
-            op, nbytes, len(steps[op]), sum(timeline.duration_ns[step] for step in steps[op])
-        )
-
-    return tuple(sorted(map(of, steps), key=lambda r: (-r.time_ns, r.op)))
+    found = []
+    for op, at in steps.items():
+        nbytes = sum(trace.storages.nbytes[s] for s in {s for step in at for s in schedule.binds[step]})
+        found.append(Recomputation(op, nbytes, len(at), sum(timeline.duration_ns[step] for step in at)))
+    return tuple(sorted(found, key=lambda r: (-r.time_ns, r.op)))
 
 
 def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
@@ -340,8 +323,7 @@ def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
             total=(
                 f"all {len(found):,} ops",
                 "",
-                sum(r.nbytes for r in found),
-                sum(r.times for r in found),
+                *map(sum, list(zip(*found, strict=True))[1:3]),
                 total_ns,
                 100.0,
             ),
@@ -362,7 +344,7 @@ class Activation(NamedTuple):
     idle_ns: int  # from the end of its last forward use (or producer) to the start of its first backward use
     recompute_ns: (
         int | None
-    )  # its own op and those before it that must run too; None: it may not be recomputed
+    )  # of its op and those before it that must run too; None: it may not be recomputed
 
 
 def activations(problem: Problem) -> tuple[Activation, ...]:

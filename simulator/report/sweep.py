@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from simulator.core.problem import Problem
@@ -68,27 +69,20 @@ def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
 
 
 def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
-    group = "mini-batch size"
     limits = {str(r.batch_size): r.budget_bytes for r in sweep.rows}
-    peaks, bars = _bars(sweep, PEAK_KEY, where), _bars(sweep, TIME_KEY, where)
-    # A chart of its own: the target of the predictions is often another device than the one that ran.
-    times, real = [b for b in bars if not b.measured], [b for b in bars if b.measured]
-    blocks = [
-        Chart(
-            charts.grouped(peaks, "peak allocated", group_title=group, is_bytes=True, limits=limits),
-            "save-all is without checkpointing, plan is with it. Pale bars are predicted, solid "
-            "bars measured; the red line is the budget.",
-            "Peak memory",
-        ),
-        Chart(
-            charts.grouped(times, "step time, predicted", group_title=group, is_bytes=False),
-            f"For the target {sweep.target}." if sweep.target else "",
-            "Iteration latency, predicted",
-        ),
-    ]
-    if real:
-        spec = charts.grouped(real, "step time, measured", group_title=group, is_bytes=False)
-        blocks.append(Chart(spec, title=f"Iteration latency, measured on {where}"))
+    grouped = partial(charts.grouped, group_title="mini-batch size")
+    peaks = grouped(_bars(sweep, PEAK_KEY, where), "peak allocated", is_bytes=True, limits=limits)
+    text = (
+        "save-all is without checkpointing, plan is with it. Pale bars are predicted, solid "
+        "bars measured; the red line is the budget."
+    )
+    blocks = [Chart(peaks, text, "Peak memory")]
+    # Charts of their own: the target of the predictions is often another device than the one that ran.
+    bars, target = _bars(sweep, TIME_KEY, where), f"For the target {sweep.target}." if sweep.target else ""
+    for real, of, text in ((False, "predicted", target), (True, f"measured on {where}", "")):
+        if some := [b for b in bars if b.measured == real]:
+            spec = grouped(some, f"step time, {of.split()[0]}", is_bytes=False)
+            blocks.append(Chart(spec, text, f"Iteration latency, {of}"))
     return tuple(blocks)
 
 

@@ -101,16 +101,13 @@ class Table:
 
     def html(self) -> str:
         """The table for a notebook."""
-        body = "".join(_html_row("td", row) for row in self.texts())
-        return f"<table>{_html_row('th', self.columns)}{body}</table>"
+        rows = [("th", self.columns), *(("td", row) for row in self.texts())]
+        cells = ("".join(f"<{tag}>{escape(text)}</{tag}>" for text in row) for tag, row in rows)
+        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
 
 def _text(cell: Cell | str) -> str:
     return cell.text if isinstance(cell, Cell) else cell
-
-
-def _html_row(tag: str, texts: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts) + "</tr>"
 
 
 def aligned(rows: Sequence[Sequence[object]], left: Collection[int] = ()) -> list[str]:
@@ -196,16 +193,10 @@ def beside(runs: Iterable[Run], where: str) -> Table:
     """A row for each figure of each run that was predicted or measured."""
     rows = []
     for name, predicted, measured in runs:
-        errors, before, after = (
-            signed_error_percent(predicted, measured),
-            predicted.headline(),
-            measured.headline(),
-        )
-        rows += [
-            (name, key, before[key], after[key], errors[key])
-            for key in FIGURES
-            if (before[key], after[key]) != (None, None)
-        ]
+        errors = signed_error_percent(predicted, measured)
+        before, after = predicted.headline(), measured.headline()
+        known = (key for key in FIGURES if (before[key], after[key]) != (None, None))
+        rows += [(name, key, before[key], after[key], errors[key]) for key in known]
     return table(
         rows,
         (

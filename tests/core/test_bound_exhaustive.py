@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from simulator.bounds import Bounder, Instant, Instants, Setting, bound_curve
+from simulator.bounds import Instant, Instants, Setting, bound_curve, bounder_of
 from simulator.bounds import components as components_module
 from simulator.bounds.components import Component
 from simulator.core.limits import Limits
@@ -51,7 +51,7 @@ def compare(
         return None
     tally.traces += 1
     assert front, "keeping everything is always a plan"
-    bounder = Bounder(problem)
+    bounder = bounder_of(problem)
     for budget in budgets(front):
         tally.budgets += 1
         truth, found = optimum(front, budget), bounder.bound(budget)
@@ -65,7 +65,7 @@ def compare(
         tally.tight += found.added_time_ns == truth and truth > 0
         # Every single instant is a bound, also those that are not worth a look.
         for op in range(-1, len(of.ops)):
-            alone = bounder.instants.at(op).added(budget)
+            alone = bounder.at(op).added(budget)
             if truth is not None and (alone is None or alone[0] > truth):
                 return f"budget {budget}: instant {op} says {alone}, and a plan adds {truth} ns"
     curve = bound_curve(problem, budgets(front))
@@ -122,8 +122,8 @@ def compare_with_search(seeds: range) -> tuple[int, int]:
     equal = above = 0
     for seed in seeds:
         problem = Problem(residual_chain(seed, 3 + seed % 4))
-        bounder = Bounder(problem)
-        floor, most = bounder.floor.peak_bytes, max(bounder.instants.peaks)
+        bounder = bounder_of(problem)
+        floor, most = bounder.floor.peak_bytes, max(bounder.peaks)
         for share in (0.05, 0.15, 0.3, 0.5):
             budget = int(floor + share * (most - floor))
             with suppress(BudgetError):

@@ -43,7 +43,7 @@ def test_each_cut_frees_what_it_says_at_the_turn() -> None:
     evaluator = Evaluator(problem)
     seen = [
         (level, sorted(of.storages.name[s] for s in problem.candidates if not state.saved[s]))
-        for level, state in states(evaluator, problem, bounder_of(problem).instants, TURN)
+        for level, state in states(evaluator, problem, bounder_of(problem), TURN)
     ]
     assert seen[:4] == [(210, []), (180, ["p"]), (150, ["p", "q"]), (120, ["p", "q", "r"])]
     levels = [level for level, _ in seen]
@@ -57,7 +57,7 @@ def test_the_level_of_a_state_is_what_is_in_memory_then(of: Trace) -> None:
     """At the turn nothing has run again, so the level is the bytes of what the replay has when forward has ended."""
     problem = Problem(of)
     evaluator = Evaluator(problem)
-    instants = bounder_of(problem).instants
+    instants = bounder_of(problem)
     setting = instants.setting(TURN)
     for level, state in states(evaluator, problem, instants, TURN):
         kept = {s for s in evaluator.made_forward if state.saved[s] and not setting.forced[s]}
