@@ -62,7 +62,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.bounds.components import Component, Known, components
+from simulator.bounds.networks import Component, Known, components
 from simulator.core.from_output import relaxed
 from simulator.core.problem import Problem
 from traces.records.trace import EAGER

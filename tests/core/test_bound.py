@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import pytest
 
 from simulator.bounds import TURN, Instants, bound_curve, lower_bound
-from simulator.bounds.components import Corner, Link, Network, Rerun, corners
+from simulator.bounds.networks import Corner, Link, Network, Rerun, corners
 from simulator.core.problem import Problem
 from tests.synthetic import resnet
 from tests.tiny import Op, bwd, chain, fwd, trace

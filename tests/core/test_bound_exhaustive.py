@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from simulator.bounds import Instant, Instants, Setting, bound_curve, bounder_of
-from simulator.bounds import components as components_module
-from simulator.bounds.components import Component
+from simulator.bounds import Instant, Instants, Setting, bound_curve, bounder_of, networks
+from simulator.bounds.networks import Component
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import search
@@ -188,7 +187,7 @@ def test_the_comparison_catches_a_bound_that_claims_too_much(
 
 def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true_instant = Instants.at
-    true_corners = components_module.corners
+    true_corners = networks.corners
 
     if mutation == "what forward reads again is there":
         true_weigh = Instants._weigh
@@ -221,7 +220,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Instants, "at", instant_without)
     elif mutation == "links never saved":
         monkeypatch.setattr(
-            components_module,
+            networks,
             "corners",
             lambda ops, links: true_corners(ops, tuple(replace(x, nbytes=10**9) for x in links)),
         )

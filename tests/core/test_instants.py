@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.bounds import TURN, Cut, Instants
-from simulator.bounds.components import Link, Rerun, corners
+from simulator.bounds.networks import Link, Rerun, corners
 from simulator.core.limits import Constraints
 from simulator.core.problem import Problem
 from tests.exhaust import draw_trace
