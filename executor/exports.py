@@ -97,9 +97,7 @@ def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
     block = block_paths(trace.ops.module[: problem.forward_end])
     saved, blocks = _saved(problem, given, block), list(dict.fromkeys(block.values()))
     if not blocks:
-        raise PlanError(
-            "the model has no repeated blocks (layers.0, layers.1, ...), which exports checkpoint."
-        )
+        raise PlanError("the model has no repeated blocks (layers.0, layers.1, ...) to checkpoint.")
     build = load_spec(model or meta.model, dict(meta.options), seed=meta.seed)
     file = FILE.format(model=meta.model, saved=pformat(saved, width=110, sort_dicts=False))
 
@@ -110,27 +108,18 @@ def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
         made["apply"](step.model)
         return step
 
-    peak_bytes, _ = untouched_loop(replace(build, make=checkpointed), meta.device)
-    fits = None if budget is None else peak_bytes <= budget
-    policy = {
-        "kind": "policy",
-        "setting": f"{len(saved)} blocks",
-        "peak_bytes": peak_bytes,
-        "within_budget": fits,
-    }
-    layers = (
-        {
-            "kind": "layers",
-            "setting": f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks[::n])}",
-        }
-        for n in range(1, min(EVERY, len(blocks)) + 1)
-    )
+    peak, _ = untouched_loop(replace(build, make=checkpointed), meta.device)
+    fits = None if budget is None else peak <= budget
+    ways = [{"kind": "policy", "setting": f"{len(saved)} blocks", "peak_bytes": peak, "within_budget": fits}]
+    for n in range(1, min(EVERY, len(blocks)) + 1):
+        setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks[::n])}"
+        ways.append({"kind": "layers", "setting": setting})
     return {
         "budget_bytes": budget,
         "plan_peak_bytes": problem.replay(given.actions).timeline.peak_allocated_bytes,
         "untouched_peak_bytes": untouched_loop(build, meta.device)[0],
         "policy": file,
-        "exports": [policy, *layers],
+        "exports": ways,
     }
 
 

@@ -48,53 +48,48 @@ def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindo
     Raises:
         TraceError: a marker is not there: the history is cut off, or something else recorded at the same time.
     """
-    moves = _moves(entries)
-    last_free = {address: k for k, (alloc, address, _) in enumerate(moves) if not alloc}
+    names = [f"op {k} ({w.target})" for k, w in enumerate(windows) for _ in range(2)]
+    parts = marked(entries, [address for w in windows for address in (w.before, w.after)], names)
     events: list[tuple[int, ...]] = []
-    kept: list[LibraryWorkspace] = []
-    position = 0
-    for number, window in enumerate(windows):
-        what = f"op {number} ({window.target})"
-        first = _marker(moves, position, window.before, what)
-        last = _marker(moves, first, window.after, what)
-        inside = range(first, last - 2)
-        own = OwnEvents()
-        for k in inside:
-            alloc, address, size = moves[k]
+    kept: dict[int, LibraryWorkspace] = {}  # by address, until it is given back
+    for k, part in enumerate(parts):  # those of ops, and what lies behind each
+        window, own = windows[k // 2], OwnEvents()
+        for alloc, address, size in part:
+            if not alloc:
+                kept.pop(address, None)
+            elif not k % 2 and size and address not in window.outputs:
+                kept[address] = LibraryWorkspace(nbytes=size, op=window.target)
             if alloc:
                 own.allocate(address, size)
             elif (address, size) in own.live:
                 own.free(address)
             else:
                 own.events.append(-size)
-            if alloc and size and address not in window.outputs and last_free.get(address, -1) < k:
-                kept.append(LibraryWorkspace(nbytes=size, op=window.target))
-        events.append(tuple(own.events))
-        position = last
-    return History(events=tuple(events), workspaces=tuple(kept))
+        if not k % 2:
+            events.append(tuple(own.events))
+    return History(events=tuple(events), workspaces=tuple(kept.values()))
 
 
-def marked(entries: Sequence[Mapping[str, Any]], markers: Sequence[int]) -> list[list[Move]]:
+def marked(
+    entries: Sequence[Mapping[str, Any]], markers: Sequence[int], names: Sequence[str] = ()
+) -> list[list[Move]]:
     """Return what was allocated (True, address, bytes) and freed (False, ...) behind each marker, up to the next.
 
     Args:
         entries: as for `read_history`.
         markers: their addresses, in order of time.
+        names: of what each belongs to, for the error.
     """
-    moves = _moves(entries)
-    places = [0]
-    for k, address in enumerate(markers):
-        places.append(_marker(moves, places[-1], address, f"mark {k}"))
-    ends = [*(place - 2 for place in places[2:]), len(moves)]
-    return [moves[first:last] for first, last in zip(places[1:], ends, strict=True)]
-
-
-def _moves(entries: Sequence[Mapping[str, Any]]) -> list[Move]:
-    return [
+    moves = [
         (e["action"] == "alloc", int(e["addr"]), int(e["size"]))
         for e in entries
         if e["action"] in ("alloc", "free_requested")
     ]
+    places = [0]
+    for k, address in enumerate(markers):
+        places.append(_marker(moves, places[-1], address, names[k] if names else f"mark {k}"))
+    ends = [*(place - 2 for place in places[2:]), len(moves)]
+    return [moves[first:last] for first, last in zip(places[1:], ends, strict=True)]
 
 
 def _marker(moves: list[Move], start: int, address: int, what: str) -> int:

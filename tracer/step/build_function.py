@@ -22,7 +22,6 @@ from torch import nn
 
 from tracer.precision.policy import Autocast, parse_amp
 from tracer.step.context import (
-    Conversions,
     detect_fake_mode,
     fake_conversions,
     initialisers_without_values,
@@ -96,36 +95,32 @@ class BuildFunction(UserStep):
             place = torch.device(device) if is_fake() and device != "cpu" else torch.device("cpu")
             accepted = self._accepted(build, options, device)
             with place:
-                returned, conversions = self._returned(build, accepted)
-            made = self._unpack(returned)
+                made = self._unpack(self._returned(build, accepted))
             model, loss, optimizer = made["model"], made["loss"], made["optimizer"]
             self._check(model, loss)
             if (mode := detect_fake_mode()) is not None:
                 for module in (model, loss):
                     if isinstance(module, nn.Module):
-                        make_fake(module, mode, conversions)
-            if isinstance(optimizer, torch.optim.Optimizer):
-                for group in optimizer.param_groups:
-                    group["params"] = [conversions.latest(p) for p in group["params"]]
+                        make_fake(module, mode)
             step = self._assemble(model, made["batch"], loss, optimizer, options, device, made["step"])
             if step.own is not None:
                 return replace(step, scaler=made["scaler"])
             return replace(step, autocast=Autocast(dtype=made["amp"]), scaler=made["scaler"])
 
-    def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> tuple[Any, Conversions]:
+    def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> Any:
         """Return what the function returns. Where it needs values that fake tensors lack, it is called for real, in
         memory.
         """
         with self._explained(f"{self.function}() failed"):
-            with initialisers_without_values(), fake_conversions() as conversions:
+            with initialisers_without_values(), fake_conversions():
                 try:
                     with rows_with_values():
-                        return build(**accepted), conversions
+                        return build(**accepted)
                 except Exception as error:
                     if not is_fake() or not _needs_values(error):
                         raise
             with outside_fake_mode():
-                return build(**accepted), Conversions()
+                return build(**accepted)
 
     def _function(self) -> Callable[..., Any]:
         with outside_fake_mode(), self._explained("importing the file failed"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from tracer.torch_api import (
     DataDependentOutputException,
@@ -104,72 +106,28 @@ def rows_with_values() -> Iterator[None]:
         yield
 
 
-class Conversions:
-    """Which parameters `Module.to` and the like have replaced while fake, and by what."""
-
-    def __init__(self) -> None:
-        self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one is kept, for its id
-
-    def latest(self, parameter: Any) -> Any:
-        """Return what stands in a parameter's place now; the parameter itself if it was not converted."""
-        while id(parameter) in self._new:
-            parameter = self._new[id(parameter)][1]
-        return parameter
-
-    def replace(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-        self._new[id(old)] = (old, new)
-        return new
-
-
 @contextmanager
-def fake_conversions() -> Iterator[Conversions]:
-    """Under a fake mode, let `module.to(...)`, `.half()`, `.cpu()` work in the body.
+def fake_conversions() -> Iterator[None]:
+    """Under a fake mode, let `module.to(...)`, `.half()`, `.cpu()` work in the body, and `make_fake`.
 
-    torch converts a parameter in place by swapping two tensors, which it refuses for fake ones. Here a changed
-    parameter is replaced by a new one in all modules that share it, and an unchanged one stays.
+    torch swaps what is in a parameter for that, and refuses where there are weak references: a mode has one to each of
+    its tensors, and loses nothing.
     """
-    conversions = Conversions()
-    if not is_fake():
-        yield conversions
-        return
-
-    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        for module in self.children() if recurse else ():
-            module._apply(fn)
-        for key, parameter in self._parameters.items():
-            if parameter is None:
-                continue
-            current = conversions.latest(parameter)
-            with torch.no_grad():
-                changed = fn(current)
-            if changed is not current and _kind(changed) != _kind(current):
-                new = nn.Parameter(changed, requires_grad=current.requires_grad)
-                current = conversions.replace(current, new)
-            self._parameters[key] = current
-        for key, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[key] = fn(buffer)
-        return self
-
-    with replaced(nn.Module, _apply=apply):
-        yield conversions
+    with (
+        replaced(torch.utils, weakref=SimpleNamespace(getweakrefs=lambda _: []))
+        if is_fake()
+        else nullcontext()
+    ):
+        yield
 
 
-def _kind(x: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a conversion may change of a tensor; its strides, for another memory format."""
-    return x.dtype, x.device, x.stride()
-
-
-def make_fake(model: nn.Module, mode: Any, conversions: Conversions) -> None:
-    """Replace the real parameters and buffers of a model by fake ones, where it was made outside the mode."""
+def make_fake(model: nn.Module, mode: Any) -> None:
+    """Make the parameters and buffers of a model fake, where it was made outside the mode: the same objects."""
+    with fake_conversions():
+        for parameter in model.parameters():
+            if not isinstance(parameter, FakeTensor):
+                swap_tensors(parameter, mode.from_tensor(parameter))
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            current = conversions.latest(parameter)
-            if not isinstance(current, FakeTensor):  # a parameter again, with the same requires_grad
-                current = conversions.replace(current, mode.from_tensor(current))
-            module._parameters[key] = current
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, FakeTensor):
                 module._buffers[key] = mode.from_tensor(buffer)
@@ -187,5 +145,5 @@ def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
                 raise
     with outside_fake_mode():
         model = make()
-    make_fake(model, mode, Conversions())
+    make_fake(model, mode)
     return model
