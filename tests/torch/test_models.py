@@ -572,8 +572,8 @@ def build():
     [
         ("assert bool(m.one.weight.abs().sum() > 0)", ["FakeTensor", "Tensor"]),
         ("m.three = nn.LazyLinear(2); m.three(x)", ["FakeTensor", "Tensor"]),
-        ("assert [v.item() for v in torch.linspace(0, 1, 3)] == [0.0, 0.5, 1.0]", ["FakeTensor"]),
-        ("assert torch.linspace(0, 1, 3).tolist() == [0.0, 0.5, 1.0]", ["FakeTensor"]),
+        # The rates of stochastic depth are made so.
+        ("assert [v.item() for v in torch.linspace(0, 1, 3)] == [0.0, 0.5, 1.0]", ["FakeTensor", "Tensor"]),
     ],
 )
 def test_a_function_that_reads_values_is_called_for_real(

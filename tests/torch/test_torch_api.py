@@ -41,10 +41,9 @@ REPLACED = {
     ),
     "torch._check_tensor_all": "cond message",
     "torch.clear_autocast_cache": "?",
-    "torch.linspace": "?",
-    "torch.nn.Module._apply": "self fn recurse",
     "torch.nn.init._no_grad_trunc_normal_": "tensor mean std a b generator",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",
+    "torch.utils.weakref": "?",
     "torch.Tensor.__deepcopy__": "self memo",
     "torch.nn.Parameter.__deepcopy__": "self memo",
 }

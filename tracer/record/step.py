@@ -194,7 +194,7 @@ def _moved(model: nn.Module, program: Program) -> tuple[int, ...]:
     def walk(module: nn.Module) -> Iterator[Any]:
         for child in module.children():
             yield from walk(child)
-        yield from (*module._parameters.values(), *module._buffers.values())
+        yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
 
     return tuple(dict.fromkeys(number[id(x)] for x in walk(model) if id(x) in number))
 

@@ -28,7 +28,6 @@ from tracer.step.context import (
     is_fake,
     make_fake,
     outside_fake_mode,
-    rows_with_values,
 )
 from tracer.step.loop import TrainingStep
 from tracer.step.loop_options import AROUND_OPTIONS
@@ -114,8 +113,7 @@ class BuildFunction(UserStep):
         with self._explained(f"{self.function}() failed"):
             with initialisers_without_values(), fake_conversions():
                 try:
-                    with rows_with_values():
-                        return build(**accepted)
+                    return build(**accepted)
                 except Exception as error:
                     if not is_fake() or not _needs_values(error):
                         raise

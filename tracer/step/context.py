@@ -20,7 +20,6 @@ from tracer.torch_api import (
 )
 from traces.provenance import rehearsing
 
-MOST_VALUES: Final = 4096  # of a row that keeps them
 INITIALISERS: Final = (
     "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_",
     "xavier_uniform_", "orthogonal_",
@@ -81,32 +80,6 @@ def copies_of_constants() -> Iterator[None]:
 
 
 @contextmanager
-def rows_with_values() -> Iterator[None]:
-    """Under a fake mode, let `torch.linspace` in the body keep its values, which models read while they are built.
-
-    The rates of stochastic depth are made so: `[x.item() for x in torch.linspace(0, rate, depth)]`. What is taken from
-    such a row one by one has its value, too; nothing else has.
-    """
-    mode: Any = detect_fake_mode()
-    if mode is None:
-        yield
-        return
-    original = torch.linspace
-
-    def linspace(*args: Any, **kwargs: Any) -> torch.Tensor:
-        fake = original(*args, **kwargs)
-        if fake.device.type != "cpu" or fake.numel() > MOST_VALUES or "out" in kwargs:
-            return fake
-        with outside_fake_mode():
-            real = original(*args, **kwargs)
-        made: torch.Tensor = mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
-        return made
-
-    with replaced(torch, linspace=linspace):
-        yield
-
-
-@contextmanager
 def fake_conversions() -> Iterator[None]:
     """Under a fake mode, let `module.to(...)`, `.half()`, `.cpu()` work in the body, and `make_fake`.
 
@@ -128,16 +101,16 @@ def make_fake(model: nn.Module, mode: Any) -> None:
             if not isinstance(parameter, FakeTensor):
                 swap_tensors(parameter, mode.from_tensor(parameter))
     for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(buffer, FakeTensor):
-                module._buffers[key] = mode.from_tensor(buffer)
+        for key, buffer in module.named_buffers(recurse=False):
+            if not isinstance(buffer, FakeTensor):
+                setattr(module, key, mode.from_tensor(buffer))
 
 
 def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
     """Return what `make` makes; under a fake mode it is fake, and made in memory first only where making it needs
     values.
     """
-    with initialisers_without_values(), rows_with_values():
+    with initialisers_without_values():
         try:
             return make()
         except DataDependentOutputException:
