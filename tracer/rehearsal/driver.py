@@ -107,7 +107,7 @@ def _commands(cuda_major: int) -> list[list[str]]:
     """The compiler's arguments for each library, in a folder with the sources and an empty `built`."""
     compiler = _compiler_library(cuda_major)
     parts = (
-        (LIBRARY, ["cuda.c", "libraries.c", "stubs.c"]),
+        (LIBRARY, ["cuda.c", "libraries.c", "nccl.c", "stubs.c"]),
         (MANAGEMENT, ["nvml.c"]),
         (compiler, ["nvrtc.c", "-Wl,--version-script=versions"]),
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import pickle
 import runpy
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from tracer.environment import environment
+from tracer.rehearsal.absent import absent_ranks, finish_pending
 from tracer.rehearsal.record import Rehearsal
 from tracer.rehearsal.watch import Enough, Watch, names, null_driver
 from tracer.step.context import initialisers_without_values
@@ -38,16 +41,24 @@ def do(
     apply: str,
     iterations: int,
     snapshot: str,
+    module: bool = False,
+    local_rank: int = 0,
     **fields: Any,
 ) -> dict[str, Any]:
     """Rehearse, for a fresh process (`traces.isolated`): see `tracer.rehearsal.run.rehearse` for what is asked; the
     fields are those of the Rehearsal to fill."""
-    watch = Watch(most_iterations=iterations if script else 0)
+    ranks = fields.get("ranks", 0)
+    watch = Watch(
+        most_iterations=iterations if script else 0,
+        device=local_rank if ranks else None,
+        settle=finish_pending if ranks else None,
+    )
     out_of_memory = ""
+    others = absent_ranks(fields["rank"], ranks, local_rank, null_driver()) if ranks else nullcontext()
     try:
-        with watch.watching(), initialisers_without_values():
+        with watch.watching(), initialisers_without_values(), others:
             if script:
-                _script(model, arguments, watch)
+                _script(model, arguments, watch, module=module)
             else:
                 step = load_spec(model, dict(options), seed=seed)("cuda")
                 _loop(step, _planned(step.model, plan, apply), iterations, watch)
@@ -67,6 +78,7 @@ def do(
     if snapshot:
         with replacing(snapshot) as path:
             path.write_bytes(pickle.dumps(watch.snapshot))
+    communicators, taken = watch.communicators()
     done = Rehearsal(
         **fields,
         model=model,
@@ -75,7 +87,11 @@ def do(
         alive=watch.alive_at_the_peak(),
         warnings=watch.warnings(),
         out_of_memory=out_of_memory,
+        communicators=communicators,
+        communicators_bytes=taken,
     )
+    if ranks:  # the threads of NCCL's groups would ask the store while the interpreter ends
+        atexit.register(os._exit, 0)
     return to_json(done)
 
 
@@ -125,14 +141,18 @@ def _lay_out(model: nn.Module, rest: Sequence[torch.Tensor]) -> None:
         move(x)
 
 
-def _script(model: str, arguments: Sequence[str], watch: Watch) -> None:
-    """The user's own script, as `python FILE ARGUMENTS` would run it, until it has made its iterations."""
+def _script(model: str, arguments: Sequence[str], watch: Watch, *, module: bool = False) -> None:
+    """The user's own script, as `python FILE ARGUMENTS` (or `python -m MODULE ARGUMENTS`) would run it, until it has made
+    its iterations."""
     path = Path(model).resolve()
     sys.argv = [model, *arguments]
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, os.getcwd() if module else str(path.parent))
     try:
         with redirect_stdout(sys.stderr):
-            runpy.run_path(str(path), run_name="__main__")
+            if module:
+                runpy.run_module(model, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(path), run_name="__main__")
     except Enough:
         pass
     except SystemExit as stop:

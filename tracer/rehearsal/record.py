@@ -62,6 +62,14 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """One of NCCL's communicators."""
+
+    ranks: int
+    nbytes: int  # of the GPU's memory, outside of torch's allocator; assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
     """All that torch's own code allocated for one training loop on a GPU that was not there. There are no times."""
 
@@ -76,6 +84,20 @@ class Rehearsal:
     # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
     out_of_memory: str = ""
     provenance: str = REHEARSED
+    rank: int = 0
+    ranks: int = 0  # of the distributed job; 0: the program was started alone
+    communicators: tuple[Communicator, ...] = ()  # all that were made, in order
+    communicators_bytes: int = 0  # of the GPU's memory, what they took together at most; assumed
+
+    @property
+    def outside_bytes(self) -> int:
+        """What the process has of the GPU's memory outside of torch: the CUDA context and NCCL; assumed."""
+        return self.context_bytes + self.communicators_bytes
+
+    @property
+    def gpu_bytes(self) -> int:
+        """What nvidia-smi would show: all that torch reserves and what lies outside of it."""
+        return (self.figures.peak_reserved_bytes or 0) + self.outside_bytes
 
     @property
     def fits(self) -> bool:
@@ -108,6 +130,8 @@ class Rehearsal:
         return {
             **to_json(self),
             "fits": self.fits,
+            "outside_bytes": self.outside_bytes,
+            "gpu_bytes": self.gpu_bytes,
             "first": to_json(self.first),
             "steady": to_json(self.steady),
         }

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from tracer.rehearsal.driver import driver_environment, find_cuda_torch
+from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.record import Rehearsal
 from traces.devices import CONTEXT_BYTES, Device, device
 from traces.errors import SpecError
@@ -44,6 +45,9 @@ def rehearse(
     iterations: int = ITERATIONS,
     alloc_conf: str = "",
     snapshot: Path | None = None,
+    job: Job | None = None,
+    rank: int = 0,
+    module: bool = False,
 ) -> Rehearsal:
     """Run a training loop on a GPU that is not there, with torch's own CUDA code, and return what memory it took.
 
@@ -65,6 +69,9 @@ def rehearse(
             steps it is ended.
         alloc_conf: PYTORCH_ALLOC_CONF, unless the environment sets it.
         snapshot: write torch's own memory snapshot here (`simulate replay`, pytorch.org/memory_viz).
+        job: of which distributed job the process is rank number `rank`; None: it is started alone. The other ranks are
+            not there, and are taken to hold what this one holds (`tracer.rehearsal.absent`).
+        module: `model` is a module that is run as a script, as by `python -m`.
 
     Returns:
         The figures. If the GPU's memory does not suffice, `out_of_memory` says so, and the figures are those of a GPU
@@ -76,7 +83,7 @@ def rehearse(
         SpecError: the model, its options or the GPU mean nothing; a script in which no optimizer steps.
     """
     board = device(gpu) if isinstance(gpu, str) else gpu
-    runs_script = is_script(model) if script is None else script
+    runs_script = module or (is_script(model) if script is None else script)
     _check(model, runs_script, options or {}, arguments, plan)
     given = {
         "model": model,
@@ -89,7 +96,11 @@ def rehearse(
         "iterations": iterations,
         "snapshot": str(snapshot.absolute()) if snapshot else "",
         "context_bytes": CONTEXT_BYTES,
+        "module": module,
     }
+    variables = job.variables(rank) if job else {}
+    if job:
+        given |= {"rank": rank, "ranks": job.ranks, "local_rank": rank % job.local_ranks}
 
     def run(there: Device) -> Rehearsal:
         answer = run_on_null_driver(
@@ -98,6 +109,8 @@ def rehearse(
             there,
             what=f"rehearsed {model}",
             environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
+            overriding=variables,
+            devices=job.local_ranks if job else 1,
             shown=runs_script,
         )
         return from_json(Rehearsal, answer)
@@ -146,6 +159,8 @@ def run_on_null_driver(
     *,
     what: str,
     environment: Mapping[str, str] | None = None,
+    overriding: Mapping[str, str] | None = None,
+    devices: int = 1,
     shown: bool = False,
 ) -> dict[str, Any]:
     """Call "module:function" in a fresh process that finds that GPU; see `traces.isolated.run_fresh`.
@@ -155,15 +170,17 @@ def run_on_null_driver(
         arguments: its arguments by name, all of them JSON.
         gpu: of the device table.
         what: what the process does, for messages ("rehearsed the plan").
-        environment: further variables, set unless they are set already.
+        environment: further variables, set unless they are set already; overriding: those that are in any case.
+        devices: how many such GPUs it finds.
         shown: write what the process says to stderr, once it has ended.
 
     Raises:
         EnvironmentProblem: no CUDA build of torch, no C compiler, or the process died.
         LowtideError: the process reported an error.
     """
-    driver = driver_environment(find_cuda_torch(), gpu, context_bytes=CONTEXT_BYTES)
-    return run_fresh(function, arguments, what=what, environment=environment, overriding=driver, shown=shown)
+    driver = driver_environment(find_cuda_torch(), gpu, context_bytes=CONTEXT_BYTES, devices=devices)
+    all_given = {**driver, **(overriding or {})}
+    return run_fresh(function, arguments, what=what, environment=environment, overriding=all_given, shown=shown)
 
 
 def traced_on_null_driver(

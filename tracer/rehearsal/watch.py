@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iteration, Peaks
+from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Communicator, Iteration, Peaks
 from tracer.step.loop import Enough, Phases
 from tracer.step.user_errors import is_foreign
 from tracer.torch_api import bindings, cuda_memory_snapshot, record_memory_history, replaced
@@ -36,11 +36,14 @@ _FIGURES: Final = ("requested_bytes", "allocated_bytes", "reserved_bytes")
 class Watch:
     """Figures by iteration and phase. `begin` and `end` an iteration, or let the first optimizer's steps end them."""
 
-    def __init__(self, *, most_iterations: int = 0) -> None:
-        """most_iterations: raise `Enough` after so many optimizer steps; 0: `end` is called by the loop."""
+    def __init__(self, *, most_iterations: int = 0, device: int | None = None, settle: Any = None) -> None:
+        """most_iterations: raise `Enough` after so many optimizer steps; 0: `end` is called by the loop. device: whose
+        memory is watched; None: the current one's. settle: called when an iteration ends."""
         self.iterations: list[Iteration] = []
         self.snapshot: dict[str, Any] = {}  # torch's own, once `watching` has ended
         self._most = most_iterations
+        self._settle = settle
+        self._device = torch.cuda.current_device() if device is None else device
         self._phase = FORWARD
         self._loop = Phases(self._enter)
         self._phases: dict[str, Peaks] = {}
@@ -68,6 +71,8 @@ class Watch:
     def end(self) -> None:
         """It ends; the next begins."""
         torch.cuda.synchronize()
+        if self._settle is not None:
+            self._settle()
         self._take()
         phases: dict[str, Peaks] = {p: self._phases[p] for p in PHASES if p in self._phases}
         self.iterations.append(Iteration(phases=phases))
@@ -81,13 +86,13 @@ class Watch:
 
     def _take(self) -> None:
         """Add the peaks since the last call to the phase that was."""
-        stats = self._stats(torch.cuda.current_device())
+        stats = self._stats(self._device)
         found = Peaks(**{k: stats[k]["all"]["peak"] for k in _FIGURES})
         for key in _FIGURES:
             self._highest[key] = max(self._highest.get(key, 0), stats[key]["all"]["peak"])
         old = self._phases.get(self._phase)
         self._phases[self._phase] = found if old is None else old | found
-        self._reset(torch.cuda.current_device())
+        self._reset(self._device)
 
     # -- what torch tells ---------------------------------------------------------------------------------------------
 
@@ -131,11 +136,14 @@ class Watch:
     def _stats_as_if_alone(self, device: int) -> Any:
         """torch's statistics with the peaks that they would have if nobody had reset them but the user."""
         stats = self._stats(device)
-        for key in _FIGURES:
+        for key in _FIGURES if device == self._device else ():
             stats[key]["all"]["peak"] = max(stats[key]["all"]["peak"], self._highest.get(key, 0))
         return stats
 
     def _reset_by_user(self, device: int) -> None:
+        if device != self._device:
+            self._reset(device)
+            return
         self._take()
         self._highest = {}
 
@@ -158,6 +166,14 @@ class Watch:
         found += [(MISSING, s, {}) for s in names(self._driver.null_missing_names())]
         return tuple(PredictionWarning(code=code, subject=s, figures=f) for code, s, f in found)
 
+    def communicators(self) -> tuple[tuple[Communicator, ...], int]:
+        """NCCL's communicators that were ever made, and what they took together at most, in bytes."""
+        text = ctypes.create_string_buffer(1 << 16)
+        self._driver.null_communicators(text, len(text))
+        rows = [[int(n) for n in line.split()] for line in text.value.decode().splitlines()]
+        most = max((sum(r[1] for r in rows if r[2] <= at and not 0 < r[3] <= at) for _, _, at, _ in rows), default=0)
+        return tuple(Communicator(ranks=r[0], nbytes=r[1]) for r in reversed(rows)), most
+
     def reads(self) -> list[str]:
         """The values that were read, the most frequent first, in words."""
         found = self._reads.most_common(MOST_LINES)
@@ -171,7 +187,7 @@ class Watch:
 
         Call it after `watching`.
         """
-        (events, *_) = self.snapshot["device_traces"] or [[]]
+        events = (self.snapshot["device_traces"] or [[]] * (self._device + 1))[self._device]
         blocks: dict[int, dict[str, Any]] = {}
         now = highest = 0
         at = -1
@@ -215,6 +231,8 @@ def null_driver() -> Any:
     driver = ctypes.CDLL(driver_library())
     driver.null_missing_names.restype = driver.null_assumed_names.restype = ctypes.c_char_p
     driver.null_on_read.argtypes = [_READ]
+    driver.null_communicators.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    driver.null_communicators.restype = None
     driver.null_set_binary(_compiled_for())
     return driver
 

@@ -39,7 +39,7 @@ static int number(const char *key, int otherwise) {
   const char *text = getenv(name);
   return text ? atoi(text) : otherwise;
 }
-static unsigned long long bytes(const char *key, unsigned long long otherwise) {
+unsigned long long null_setting(const char *key, unsigned long long otherwise) {
   char name[64];
   snprintf(name, sizeof name, "LOWTIDE_NULL_%s", key);
   const char *text = getenv(name);
@@ -58,8 +58,8 @@ __attribute__((constructor)) static void boot(void) {
   gpu.l2 = number("L2", gpu.l2);
   gpu.count = number("COUNT", gpu.count);
   if (gpu.count > MAX_DEVICES) gpu.count = MAX_DEVICES;
-  gpu.memory = bytes("MEMORY", gpu.memory);
-  gpu.context = bytes("CONTEXT", gpu.context);
+  gpu.memory = null_setting("MEMORY", gpu.memory);
+  gpu.context = null_setting("CONTEXT", gpu.context);
   for (int i = 0; i < MAX_DEVICES; i++) total[i] = gpu.memory, used[i] = gpu.context;
   // So that no memory of the host comes to lie there, and a read of it by the host is a fault and no silence.
   mmap((void *)BASE, END - BASE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
@@ -135,15 +135,17 @@ static Range take(Range **list, uint64_t at) {  // device -1: it is not there
 }
 static int claim(int device, uint64_t size) {
   pthread_mutex_lock(&lock);
-  int fits = used[device] + size <= total[device];
+  int fits = used[device] <= total[device] && size <= total[device] - used[device];
   if (fits) used[device] += size;
   pthread_mutex_unlock(&lock);
   return fits;
 }
-static void yield_back(int device, uint64_t size) {
+int null_claim(int64_t size, int device) {
+  if (device < 0) device = device_now;
   pthread_mutex_lock(&lock);
-  used[device] -= size;
+  used[device] += size;
   pthread_mutex_unlock(&lock);
+  return device;
 }
 static int on_device(const void *p) { return (uint64_t)p >= BASE && (uint64_t)p < END; }
 
@@ -160,12 +162,12 @@ int cudaFree(void *p) {
   if (!p) return OK;
   Range r = take(&ranges, (uint64_t)p);
   if (r.device < 0) return failed(INVALID_VALUE);
-  yield_back(r.device, r.size);
+  null_claim(-(int64_t)r.size, r.device);
   return OK;
 }
 int cudaMemGetInfo(size_t *unused, size_t *all) {
   *all = gpu.memory;
-  *unused = total[device_now] - used[device_now];
+  *unused = used[device_now] < total[device_now] ? total[device_now] - used[device_now] : 0;
   return OK;
 }
 int cudaHostAlloc(void **p, size_t size, unsigned flags) {
@@ -380,52 +382,51 @@ int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) {
 // What the host wrote is known until a kernel runs, which may change anything.
 typedef struct Known { uint64_t at; size_t size; struct Known *next; char data[]; } Known;
 static Known *known;
-static const Known *known_at(uint64_t at, size_t size) {  // under the lock
+static size_t known_bytes;
+static void forget(uint64_t at, size_t size) {  // under the lock: what lies there, even in part
+  for (Known **p = &known, *k; (k = *p);)
+    if (k->at < at + size && at < k->at + k->size) {
+      *p = k->next;
+      known_bytes -= k->size;
+      free(k);
+    } else p = &k->next;
+}
+int null_read(const void *from, void *data, size_t size) {
+  uint64_t at = (uint64_t)from;
+  pthread_mutex_lock(&lock);
   Known *k = known;
   while (k && !(k->at <= at && at + size <= k->at + k->size)) k = k->next;
-  return k;
+  if (k) memcpy(data, k->data + (at - k->at), size);
+  pthread_mutex_unlock(&lock);
+  return k != 0;
 }
-static void forget(void) {  // under the lock
-  for (Known *k = known, *next; k; k = next) {
-    next = k->next;
-    free(k);
-  }
-  known = 0;
-}
-static void learn(uint64_t at, const void *data, size_t size) {
-  Known *k = size <= 4096 ? malloc(sizeof *k + size) : 0;
-  pthread_mutex_lock(&lock);
-  for (Known *old = known; old; old = old->next)
-    if (old->at < at + size && at < old->at + old->size) {  // part of it is another now
-      forget();
-      break;
-    }
+void null_write(void *to, const void *data, size_t size) {
+  Known *k = data && size <= KEPT ? malloc(sizeof *k + size) : 0;
   if (k) {
-    *k = (Known){at, size, known};
+    *k = (Known){(uint64_t)to, size};
     memcpy(k->data, data, size);
+  }
+  pthread_mutex_lock(&lock);
+  if (known_bytes > 256 * KEPT) forget(0, SIZE_MAX);
+  forget((uint64_t)to, size);
+  if (k) {
+    k->next = known;
     known = k;
-  } else forget();
+    known_bytes += size;
+  }
   pthread_mutex_unlock(&lock);
 }
-int null_copy(void *to, const void *from, size_t size) {
-  char data[4096];
-  pthread_mutex_lock(&lock);
-  const Known *k = size <= sizeof data ? known_at((uint64_t)from, size) : 0;
-  if (k) memcpy(data, k->data + ((uint64_t)from - k->at), size);
-  else forget();
-  pthread_mutex_unlock(&lock);
-  if (k) learn((uint64_t)to, data, size);
+static int copy(void *to, const void *from, size_t size) {  // within the device
+  char *data = size <= KEPT ? malloc(size) : 0;
+  null_write(to, data && null_read(from, data, size) ? data : 0, size);
+  free(data);
   return OK;
 }
 
 static __thread const void *last_kernel;
 static const char *name_of(const void *kernel);
 static void answer(void *to, const void *from, size_t size) {
-  pthread_mutex_lock(&lock);
-  const Known *k = known_at((uint64_t)from, size);
-  if (k) memcpy(to, k->data + ((uint64_t)from - k->at), size);
-  pthread_mutex_unlock(&lock);
-  if (k) return;
+  if (null_read(from, to, size)) return;
   const char *kernel = name_of(last_kernel);  // any() is a reduction by "or", of one value a copy as bool
   int byte = size == 1 && !strstr(kernel, "or_kernel_cuda") && !strstr(kernel, "direct_copy_kernel_cuda");
   memset(to, on_read ? on_read(size, byte) : byte, size);
@@ -434,8 +435,8 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
   __sync_add_and_fetch(&tickets, 1);
   if (!size) return OK;
   if (on_device(to)) {
-    if (on_device(from)) return null_copy(to, from, size);
-    learn((uint64_t)to, from, size);
+    if (on_device(from)) return copy(to, from, size);
+    null_write(to, from, size);
     return OK;
   }
   if (on_device(from)) answer(to, from, size);
@@ -452,7 +453,7 @@ int cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, v
 int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height, int kind, void *stream) {
   __sync_add_and_fetch(&tickets, 1);
   if (on_device(to)) {
-    learn((uint64_t)to, 0, SIZE_MAX);  // nothing is known any more
+    null_write(to, 0, to_pitch * height);
     return OK;
   }
   for (size_t i = 0; i < height; i++) {
@@ -464,8 +465,10 @@ int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_p
 }
 int cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, int kind) { return OK; }
 int cudaMemsetAsync(void *p, int value, size_t size, void *stream) {
-  if (!on_device(p)) memset(p, value, size);
-  else learn((uint64_t)p, 0, SIZE_MAX);
+  char *data = on_device(p) && size <= KEPT ? malloc(size) : 0;
+  if (!on_device(p) || data) memset(data ? data : p, value, size);
+  if (on_device(p)) null_write(p, data, size);
+  free(data);
   return OK;
 }
 int cudaMemset(void *p, int value, size_t size) { return cudaMemsetAsync(p, value, size, 0); }
@@ -475,11 +478,7 @@ int cudaMemset(void *p, int value, size_t size) { return cudaMemsetAsync(p, valu
 typedef struct { unsigned x, y, z; } Dim3;
 static int launched(const void *kernel) {
   last_kernel = kernel;
-  if (known) {
-    pthread_mutex_lock(&lock);
-    forget();
-    pthread_mutex_unlock(&lock);
-  }
+  if (known) null_write(0, 0, SIZE_MAX);
   __sync_add_and_fetch(&tickets, 1);
   return OK;
 }
@@ -802,7 +801,7 @@ int cuMemCreate(Pages **pages, size_t size, const int *properties, unsigned long
   return OK;
 }
 int cuMemRelease(Pages *pages) {
-  yield_back(pages->device, pages->size);
+  null_claim(-(int64_t)pages->size, pages->device);
   free(pages);
   return OK;
 }

@@ -1,5 +1,5 @@
-// What of cuBLAS, cuDNN, cuFFT and NCCL answers something. Functions that only compute, or set what nobody asks for,
-// are made by executor/rehearsal/stubs.py, as are those that nobody wrote yet, which say so.
+// What of cuBLAS, cuDNN and cuFFT answers something. Functions that only compute, or set what nobody asks for,
+// are made by tracer/rehearsal/stubs.py, as are those that nobody wrote yet, which say so.
 #include "null.h"
 #include <stdlib.h>
 #include <string.h>
@@ -278,7 +278,7 @@ int cudnnGetRNNTempSpaceSizes(void *h, const Rnn *r, int training, const RnnData
   return OK;
 }
 
-// ---- CUPTI, cuFFT and NCCL --------------------------------------------------------------------------------------------------
+// ---- CUPTI and cuFFT -----------------------------------------------------------------------------------------------------------
 
 int cuptiGetVersion(unsigned *version) {
   *version = 10000 * CUDA_MAJOR;
@@ -293,44 +293,3 @@ int cufftCreate(int *plan) {
   *plan = ++next;
   return OK;
 }
-static int ranks = 1, rank_here;
-// A collective of one rank leaves what it was given.
-static int collect(const void *from, void *to, size_t count, int type) {
-  static const unsigned char sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // ncclDataType_t
-  return ranks == 1 && from != to ? null_copy(to, from, count * sizes[type < 12 ? type : 4]) : OK;
-}
-int ncclAllGather(const void *from, void *to, size_t count, int type, void *comm, void *s) { return collect(from, to, count, type); }
-int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, void *comm, void *s) { return collect(from, to, count, type); }
-int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, void *comm, void *s) { return collect(from, to, count, type); }
-int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, void *comm, void *s) { return collect(from, to, count, type); }
-int ncclGetUniqueId(char *id) {
-  memset(id, 0, 128);
-  return OK;
-}
-int ncclCommCount(void *comm, int *n) {
-  *n = ranks;
-  return OK;
-}
-int ncclCommUserRank(void *comm, int *rank) {
-  *rank = rank_here;
-  return OK;
-}
-int ncclCommGetAsyncError(void *comm, int *error) { return *error = OK; }
-typedef struct { char text[128]; } UniqueId;
-int ncclCommInitRank(void **comm, int n, UniqueId id, int rank) {
-  ranks = n;
-  rank_here = rank;
-  *comm = null_handle();
-  return OK;
-}
-int ncclCommInitRankConfig(void **comm, int n, UniqueId id, int rank, void *config) { return ncclCommInitRank(comm, n, id, rank); }
-int ncclCommInitRankScalable(void **comm, int n, int rank, int ids, UniqueId *id, void *config) { return ncclCommInitRank(comm, n, *id, rank); }
-int ncclCommRegister(void *comm, void *buffer, size_t size, void **handle) {
-  *handle = null_handle();
-  return OK;
-}
-int ncclCommSplit(void *comm, int color, int key, void **out, void *config) {
-  *out = null_handle();
-  return OK;
-}
-int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int where, void *comm) { return *op = OK; }

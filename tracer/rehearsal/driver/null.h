@@ -10,8 +10,15 @@
 int null_missing(const char *function);
 // Remember that what `subject` says is by a rule and not known: "cuDNN workspaces".
 void null_assumed(const char *subject);
-// Copy within the device.
-int null_copy(void *to, const void *from, size_t size);
+// What is known of the device's memory: what the host wrote there and no kernel may have changed; 0 if it is not known.
+int null_read(const void *at, void *data, size_t size);
+// That memory is `data` from now on; 0: nobody knows what.
+void null_write(void *at, const void *data, size_t size);
+enum { KEPT = 1 << 18 };  // the largest piece that is remembered
+// Take so many bytes of a device (-1: the current one), or give them back, whether it has them or not; its number.
+int null_claim(int64_t size, int device);
+// A number of the environment's, as LOWTIDE_NULL_<key>.
+unsigned long long null_setting(const char *key, unsigned long long otherwise);
 // A new number that stands for something of the device: a handle, a graph, a module.
 void *null_handle(void);
 // The function of that name in the library that this driver stands before; 0 if there is none.

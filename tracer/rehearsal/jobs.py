@@ -1,0 +1,144 @@
+"""Read how a distributed job is started: `torchrun`, `accelerate launch` and their arguments, without starting anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from traces.errors import EnvironmentProblem, SpecError
+from traces.units import MIB
+
+GPUS: Final = 8  # of a machine, unless told otherwise
+# What a communicator takes of the GPU's memory, by its ranks: 544 and 688 MiB on four A100 with NVLink after an all-reduce
+# of 4 MB (NVIDIA/nccl#964). The first message between two ranks connects them: 3.28 GB for seven peers in the first
+# all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685). Others saw 1.6 GB for one and 6 GB for three and more
+# (NVIDIA/nccl#864): it grows with the channels, so with the links and the machines. One rank has nobody to talk to.
+COMMUNICATOR_BYTES: Final = {"ONE": 0, "TWO": 544 * MIB, "MORE": 688 * MIB, "PEER": 447 * MIB}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A distributed program: so many ranks, evenly on so many machines."""
+
+    ranks: int
+    nodes: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)  # that the launcher sets beside ranks
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
+            raise SpecError(f"{self.ranks} ranks cannot be divided evenly among {self.nodes} machines.")
+
+    @property
+    def local_ranks(self) -> int:
+        """On one machine."""
+        return self.ranks // self.nodes
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """The environment of one rank, as torchrun sets it.
+
+        Raises:
+            SpecError: there is no such rank.
+        """
+        if not 0 <= rank < self.ranks:
+            raise SpecError(f"there is no rank {rank} among {self.ranks}; they count from 0.")
+        node, local = divmod(rank, self.local_ranks)
+        return {
+            **self.environment,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.local_ranks),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            # Nothing fails, and no thread has to look whether it did.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+            **{f"LOWTIDE_NULL_NCCL_{k}": str(v) for k, v in COMMUNICATOR_BYTES.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a launcher would start: a script or a module with its arguments, on so many ranks (0: not said)."""
+
+    program: str
+    module: bool
+    arguments: tuple[str, ...]
+    ranks: int
+    nodes: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch_of(words: Sequence[str]) -> Launch | None:
+    """Read a command line that starts a distributed program; None if it is not one.
+
+    `torchrun ...`, `python -m torch.distributed.run ...` (or `.launch`) and `accelerate launch ...` are read by their own
+    parsers; `python ...` starts a program alone.
+
+    Raises:
+        SpecError: they do not understand it; EnvironmentProblem: the launcher is not installed.
+    """
+    first, *rest = words
+    if first == "torchrun":
+        return _torchrun(rest)
+    if first == "accelerate" and rest[:1] == ["launch"]:
+        return _accelerate(rest[1:])
+    if first in ("python", "python3"):
+        if rest[:1] == ["-m"] and rest[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
+            return _torchrun(rest[2:])
+        module = rest[:1] == ["-m"]
+        program, *arguments = rest[1:] if module else rest or [""]
+        return Launch(program=program, module=module, arguments=tuple(arguments), ranks=0, nodes=0)
+    return None
+
+
+def _torchrun(words: Sequence[str]) -> Launch:
+    from torch.distributed.run import get_args_parser
+
+    found = _parsed(get_args_parser().parse_args, words, "torchrun")
+    if found.no_python:
+        raise SpecError("torchrun --no-python starts a program that is not Python; rehearse the script that it runs.")
+    each, nodes = str(found.nproc_per_node), int(str(found.nnodes).rpartition(":")[2])
+    return Launch(
+        program=found.training_script,
+        module=found.module,
+        arguments=tuple(found.training_script_args),
+        ranks=int(each) * nodes if each.isdecimal() else 0,
+        nodes=nodes,
+    )
+
+
+def _accelerate(words: Sequence[str]) -> Launch:
+    try:
+        from accelerate.commands import launch
+    except ImportError:
+        raise EnvironmentProblem(
+            "the line starts with `accelerate launch`, and accelerate is not installed here; pip install accelerate."
+        ) from None
+    found = _parsed(launch.launch_command_parser().parse_args, words, "accelerate launch")
+    found, _, _ = launch._validate_launch_command(found)
+    given = launch.prepare_multi_gpu_env(found)
+    return Launch(
+        program=found.training_script,
+        module=found.module,
+        arguments=tuple(found.training_script_args),
+        ranks=found.num_processes or 0,
+        nodes=found.num_machines or 1,
+        environment={k: v for k, v in given.items() if os.environ.get(k) != v},
+    )
+
+
+def _parsed(parse: Callable[[Sequence[str]], Any], words: Sequence[str], launcher: str) -> Any:
+    try:
+        return parse(list(words))
+    except SystemExit:  # it has told why
+        raise SpecError(f"{launcher} does not understand its arguments {' '.join(words)}.") from None
