@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,23 @@ if TYPE_CHECKING:
     from tracer.rehearsal.record import Rehearsal
     from traces.records.plan import Plan, PredictionWarning
 
+
+
+class Numbers(click.ParamType):
+    """Whole numbers with commas between them: "0,1,7"."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        if not all(part.isdecimal() for part in value.split(",")):
+            self.fail(f"{value!r} is not a list of whole numbers such as 0,7", param, ctx)
+        return tuple(dict.fromkeys(int(part) for part in value.split(",")))
+
+
 MOST_LINES = 8
+NUMBERS = Numbers()
 APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 
 
@@ -40,6 +56,9 @@ APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 @click.option(
     "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate replay`."
 )
+@click.option("--ranks", type=NUMBERS, default=(), help="Ranks of a distributed job; several numbers give a table.")
+@click.option("--rank", type=NUMBERS, default=(), help="Which of them to rehearse, such as 0,7. Default: 0.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
 @step_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the batch.")
 @answer_options
@@ -51,6 +70,9 @@ def rehearse(
     iterations: int,
     alloc_conf: str,
     snapshot: Path | None,
+    ranks: tuple[int, ...],
+    rank: tuple[int, ...],
+    nodes: int | None,
     seed: int,
     out: Output,
     **options: Any,
@@ -61,35 +83,57 @@ def rehearse(
     own, whose ARGUMENTS follow after `--`; or `trace`, `execute` or `python`, which finds the GPU then. Needs a CUDA
     build of torch, and no GPU. Nothing is computed: values are zeros, and there are no times.
 
+    A distributed script runs as one of its ranks: with --ranks, or as the line that starts it says, which begins with
+    `torchrun`, `accelerate launch` or `python -m torch.distributed.run`. The other ranks are not there; each is taken
+    to hold what this one holds.
+
     \b
     execute rehearse bert-base --batch-size 16 --seq-len 512 --gpu h100
     execute rehearse my_training.py:build --gpu rtx-4090 --snapshot snapshot.pickle
     execute rehearse train.py --gpu a100-80 -- --epochs 1
     execute rehearse --gpu h100 -- execute campaign gpu-quick -o rehearsed
+    execute rehearse train.py --gpu h100 --ranks 8 --rank 0,7
+    execute rehearse --gpu h100 -- torchrun --nproc-per-node 8 train.py --epochs 1
 
     Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
     """
+    from tracer.rehearsal.jobs import jobs_of, launch_of
     from tracer.rehearsal.run import COMMANDS, command_on_null_driver
     from tracer.rehearsal.run import rehearse as run
 
-    if model in COMMANDS:
+    launch = launch_of([model, *arguments], distributed=bool(ranks))
+    if model in COMMANDS and launch is None:
         _refuse_for_commands(model)
         sys.exit(command_on_null_driver([model, *arguments], gpu, alloc_conf))
-    out.say(f"Rehearsing {model} on {gpu} ...")
-    found = run(
-        model,
-        gpu,
-        options={k: v for k, v in options.items() if v is not None},
-        arguments=arguments,
-        plan=plan,
-        apply=APPLY,
-        seed=seed,
-        iterations=iterations,
-        alloc_conf=alloc_conf,
-        snapshot=snapshot,
-    )
-    out.show(found.to_json, lambda: in_words(found))
-    refuse_if_too_large(found)
+    if launch is not None:
+        model, arguments = launch.program, launch.arguments
+    found = []
+    for job, number in jobs_of(launch, ranks, rank, nodes):
+        out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
+        found.append(
+            run(
+                model,
+                gpu,
+                options={k: v for k, v in options.items() if v is not None},
+                arguments=arguments,
+                script=True if job else None,
+                module=launch is not None and launch.module,
+                plan=plan,
+                apply=APPLY,
+                seed=seed,
+                iterations=iterations,
+                alloc_conf=alloc_conf,
+                snapshot=snapshot,
+                job=job,
+                rank=number,
+            )
+        )
+    if len(found) == 1:
+        out.show(found[0].to_json, lambda: in_words(found[0]))
+    else:
+        out.show(lambda: {"rehearsals": [f.to_json() for f in found]}, lambda: ranks_in_words(found))
+    for one in found:
+        refuse_if_too_large(one)
 
 
 def _refuse_for_commands(command: str) -> None:
@@ -159,7 +203,7 @@ def refuse_if_too_large(found: Rehearsal) -> None:
     if not found.fits:
         error = OutOfMemoryProblem(
             f"{found.model} does not fit into {found.gpu}: it reserves "
-            f"{show_bytes(found.figures.peak_reserved_bytes)}; torch said there: {found.out_of_memory}"
+            f"{show_bytes(found.figures.peak_reserved_bytes)} beside {_outside(found)}; torch said there: {found.out_of_memory}"
         )
         error.exit_code = 1
         raise error
@@ -179,14 +223,15 @@ def in_words(found: Rehearsal) -> str:
             ("reserved", "bytes", lambda row: row[2].reserved_bytes),
         ],
     )
-    steady, room = found.steady, found.memory_bytes - found.context_bytes
+    steady = found.steady
     fits = "fits" if found.fits else "DOES NOT FIT"
+    rank = f", rank {found.rank} of {found.ranks}" if found.ranks else ""
     lines = [
-        f"{found.model} on {found.gpu}, torch {env.get('torch', '?')}{conf}: {found.provenance}",
+        f"{found.model} on {found.gpu}{rank}, torch {env.get('torch', '?')}{conf}: {found.provenance}",
         *(f"  {line}" for line in peaks.lines()),
         f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved",
-        f"  {fits}: {show_bytes(found.figures.peak_reserved_bytes)} of {show_bytes(room)} "
-        f"({found.gpu}, less {show_bytes(found.context_bytes)} for the CUDA context, assumed)",
+        f"  outside torch, assumed: {_outside(found)}",
+        f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as nvidia-smi shows it",
     ]
     if found.alive:
         lines.append("  alive at the peak, by the line that asked for it:")
@@ -194,6 +239,32 @@ def in_words(found: Rehearsal) -> str:
         line = row.line or "(torch itself)"
         lines.append(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")
     return "\n".join([*lines, *_warnings(found)])
+
+
+def _outside(found: Rehearsal) -> str:
+    """What of the GPU's memory lies outside of torch: "512.00 MiB for the CUDA context, 688.00 MiB for NCCL (8)"."""
+    text = f"{show_bytes(found.context_bytes)} for the CUDA context"
+    if found.communicators:
+        of = ", ".join(str(c.ranks) for c in found.communicators)
+        text += f", {show_bytes(found.communicators_bytes)} for NCCL's communicators (of {of} ranks)"
+    return text
+
+
+def ranks_in_words(found: Sequence[Rehearsal]) -> str:
+    """Several ranks, or jobs of several sizes, one a line."""
+    columns: list[tuple[str, str, Callable[[Rehearsal], Any]]] = [
+        ("", "", lambda f: f"rank {f.rank} of {f.ranks}"),
+        ("requested", "bytes", lambda f: f.steady.requested_bytes),
+        ("allocated", "bytes", lambda f: f.steady.allocated_bytes),
+        ("reserved", "bytes", lambda f: f.figures.peak_reserved_bytes),
+        ("outside torch", "bytes", lambda f: f.outside_bytes),
+        ("in all", "bytes", lambda f: f.gpu_bytes),
+        ("fits", "", lambda f: "yes" if f.fits else "NO"),
+    ]
+    first = found[0]
+    lines = [f"{first.model} on {first.gpu}, torch {first.environment.get('torch', '?')}: {first.provenance}"]
+    lines += [f"  {line}" for line in table(found, columns).lines()]
+    return "\n".join([*lines, *dict.fromkeys(w for f in found for w in _warnings(f))])
 
 
 def _warnings(found: Rehearsal) -> list[str]:

@@ -78,11 +78,36 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def launch_of(words: Sequence[str]) -> Launch | None:
+def jobs_of(
+    launch: Launch | None, ranks: Sequence[int], rank: Sequence[int], nodes: int | None
+) -> Sequence[tuple[Job | None, int]]:
+    """Return which rank of which job to rehearse, in turn; (None, 0) where there is no job.
+
+    Raises:
+        SpecError: they contradict each other, or nobody says how many ranks there are.
+    """
+    sizes = ranks or ((launch.ranks,) if launch else ())
+    if not sizes:
+        if rank or nodes:
+            raise SpecError("--rank and --nodes belong to a distributed job; say with --ranks how many ranks it has.")
+        return [(None, 0)]
+    if 0 in sizes:
+        raise SpecError("the line does not say how many ranks it starts; say it with --ranks.")
+    given = nodes or (launch.nodes if launch and not ranks else 0)
+    made = [
+        Job(ranks=n, nodes=given or -(-n // GPUS), environment=launch.environment if launch else {}) for n in sizes
+    ]
+    pairs = [(job, number) for job in made for number in rank or (0,)]
+    for job, number in pairs:
+        job.variables(number)  # refuses what there is not
+    return pairs
+
+
+def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     """Read a command line that starts a distributed program; None if it is not one.
 
     `torchrun ...`, `python -m torch.distributed.run ...` (or `.launch`) and `accelerate launch ...` are read by their own
-    parsers; `python ...` starts a program alone.
+    parsers. `python ...` is one if the job is `distributed`.
 
     Raises:
         SpecError: they do not understand it; EnvironmentProblem: the launcher is not installed.
@@ -92,12 +117,13 @@ def launch_of(words: Sequence[str]) -> Launch | None:
         return _torchrun(rest)
     if first == "accelerate" and rest[:1] == ["launch"]:
         return _accelerate(rest[1:])
-    if first in ("python", "python3"):
+    if first == "python":
         if rest[:1] == ["-m"] and rest[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
             return _torchrun(rest[2:])
-        module = rest[:1] == ["-m"]
-        program, *arguments = rest[1:] if module else rest or [""]
-        return Launch(program=program, module=module, arguments=tuple(arguments), ranks=0, nodes=0)
+        if distributed and rest:
+            module = rest[0] == "-m"
+            program, *arguments = rest[module:]
+            return Launch(program=program, module=module, arguments=tuple(arguments), ranks=0, nodes=1)
     return None
 
 

@@ -101,8 +101,8 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool:
-        """Into the GPU's memory."""
-        return not self.out_of_memory
+        """Into the GPU's memory, with what lies outside of torch."""
+        return not self.out_of_memory and self.gpu_bytes <= self.memory_bytes
 
     @property
     def first(self) -> Peaks:

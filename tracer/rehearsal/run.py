@@ -119,7 +119,8 @@ def rehearse(
     if found.fits:
         return found
     wanted = run(replace(board, memory_bytes=LARGE_BYTES))
-    return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=found.out_of_memory)
+    said = found.out_of_memory or "nothing; NCCL found no room when torch had reserved its own"
+    return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=said)
 
 
 def _check(

@@ -1,0 +1,175 @@
+"""Ranks of distributed jobs on the null driver: programs as people write them, of which one process is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.rehearsal.test_rehearsal import ROOT, script
+from tracer.rehearsal.jobs import COMMUNICATOR_BYTES, GPUS, Job, jobs_of, launch_of
+from tracer.rehearsal.record import Peaks, Rehearsal
+from tracer.rehearsal.run import rehearse
+from traces.devices import CONTEXT_BYTES, device
+from traces.errors import LowtideError, SpecError
+from traces.units import GIB
+
+pytestmark = pytest.mark.rehearsal
+PROGRAM = str(Path(__file__).with_name("distributed.py"))
+FAKE = "fake"
+
+
+@cache
+def run(*words: str, ranks: int = 8, rank: int = 0, iterations: int = 3) -> Rehearsal:
+    return rehearse(
+        PROGRAM, "h100", arguments=words, script=True, job=Job(ranks=ranks), rank=rank, iterations=iterations
+    )
+
+
+def peaks(found: Rehearsal) -> list[Peaks]:
+    return [i.peaks for i in found.iterations]
+
+
+def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
+    line = "torchrun --nnodes 2 --nproc-per-node=4 --master-port 1 train.py --lr 1"
+    launch = launch_of(line.split(), distributed=False)
+    assert launch is not None
+    assert (launch.program, launch.arguments, launch.module) == ("train.py", ("--lr", "1"), False)
+    ((job, number),) = jobs_of(launch, (), (), None)
+    assert job == Job(ranks=8, nodes=2)
+    assert number == 0
+    told = job.variables(6)
+    assert (told["LOCAL_RANK"], told["GROUP_RANK"], told["LOCAL_WORLD_SIZE"], told["WORLD_SIZE"]) == ("2", "1", "4", "8")
+    launch = launch_of("python -m torch.distributed.run --nproc-per-node gpu -m a.b x".split(), distributed=False)
+    assert launch is not None
+    assert (launch.program, launch.module, launch.ranks) == ("a.b", True, 0)
+    assert launch_of(["python", "train.py"], distributed=False) is None
+    with pytest.raises(SpecError, match="--ranks"):
+        jobs_of(launch, (), (), None)
+    assert [(j.ranks, j.nodes, r) for j, r in jobs_of(launch, (1, 16), (0,), None) if j] == [(1, 1, 0), (16, 16 // GPUS, 0)]
+    with pytest.raises(SpecError, match="there is no rank 8"):
+        jobs_of(None, (8,), (8,), None)
+    with pytest.raises(SpecError, match="evenly"):
+        jobs_of(None, (8,), (), 3)
+    with pytest.raises(SpecError, match="does not understand"):
+        launch_of(["torchrun", "--nproc-per-node"], distributed=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fsdp2 by half",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in (
+                "fsdp2", "fsdp2 kept", "fsdp2 checkpointed", "fsdp2 accumulates", "fsdp2 compiled", "hsdp", "fsdp1",
+                "tp", "tp of sequences", "fsdp2 x tp",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_memory_is_as_under_torch_s_fake_group(kind: str) -> None:
+    """Which communicates nothing, and allocates as NCCL's group does where it gathers into one tensor."""
+    found, fake = run(kind), run(kind, FAKE)
+    assert [p.requested_bytes for p in peaks(found)] == [p.requested_bytes for p in peaks(fake)]
+    assert [p.allocated_bytes for p in peaks(found)] == [p.allocated_bytes for p in peaks(fake)]
+    assert found.communicators
+    assert not fake.communicators
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "ddp accumulates", "compile", "zero", "fsdp2 offloaded", "1f1b", "gpipe"])
+def test_what_the_fake_group_does_not_run_becomes_steady(kind: str) -> None:
+    found = run(kind, iterations=5)
+    assert found.iterations[2].peaks == found.iterations[4].peaks
+    assert found.fits
+
+
+def test_each_communicator_keeps_its_own_ranks_and_values() -> None:
+    """Which the program asserts."""
+    found = run("communicators", ranks=4)
+    assert [c.ranks for c in found.communicators] == [4, 2, 2]
+    two, more = COMMUNICATOR_BYTES["TWO"], COMMUNICATOR_BYTES["MORE"] + 3 * COMMUNICATOR_BYTES["PEER"]
+    assert [c.nbytes for c in found.communicators] == [more, two, two]
+    assert found.outside_bytes == CONTEXT_BYTES + more + 2 * two
+    assert found.gpu_bytes == found.outside_bytes + found.figures.peak_reserved_bytes
+
+
+@pytest.mark.slow
+def test_groups_that_are_split_off_know_their_ranks() -> None:
+    found = run("communicators", "at once", ranks=4)
+    assert [c.ranks for c in found.communicators] == [4, 2, 2]
+
+
+def test_objects_and_the_store_answer_for_others_and_what_only_they_know_is_refused() -> None:
+    with pytest.raises(LowtideError, match="rank 0 takes the objects that rank 1 broadcasts"):
+        run("objects", ranks=2)
+
+
+def test_torch_s_bounds_for_fully_shard_hold() -> None:
+    """Those of its own tests, in float32, beside cuBLAS's workspace: of the shards, the largest block, what is in no block
+    and all parameters."""
+    n, width, vocabulary, layers, room = 8, 512, 4096, 6, 16 * 10**6 + 32 * 2**20
+    block, rest = 12 * width**2 + 4 * width, 2 * vocabulary * width + 2 * width
+    whole = layers * block + rest
+    shards = whole // n
+    for kind, forward in (("bounds", 3 * block + rest), ("bounds kept", whole + block)):
+        phases = run(kind).iterations[0].phases
+        assert phases["forward"].allocated_bytes <= 4 * (shards + forward) + room
+        if kind == "bounds":
+            assert phases["backward"].allocated_bytes <= 4 * (2 * shards + 3 * block + rest) + room
+            assert phases["optimizer"].allocated_bytes <= 16 * shards + room + 4 * rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "hsdp"])
+def test_ranks_are_alike_and_every_run_is(kind: str) -> None:
+    assert peaks(run(kind)) == peaks(run(kind, rank=7)) == peaks(run.__wrapped__(kind))
+
+
+ALONE = """
+import os, torch
+if "WORLD_SIZE" in os.environ:
+    torch.distributed.init_process_group("nccl")
+net = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(9):
+    net(torch.randn(64, 512, device="cuda")).sum().backward()
+    if "WORLD_SIZE" in os.environ:
+        for p in net.parameters():
+            torch.distributed.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    LATER
+"""
+
+
+def test_one_rank_takes_what_the_program_takes_alone_and_fits_by_the_sum(tmp_path: Path) -> None:
+    alone = script(tmp_path, ALONE.replace("LATER", ""))
+    found = rehearse(alone, "h100", script=True, job=Job(ranks=1), iterations=3)
+    assert peaks(found) == peaks(rehearse(alone, "h100", iterations=3))
+    # What torch reserves has room beside the context, and not beside NCCL.
+    board = device("t4")
+    size = board.memory_bytes - CONTEXT_BYTES - GIB // 2
+    large = script(tmp_path, ALONE.replace("LATER", f"x = torch.empty({size}, dtype=torch.uint8, device='cuda')"))
+    found = rehearse(large, board, script=True, job=Job(ranks=8), iterations=2)
+    assert not found.fits
+    assert found.figures.peak_reserved_bytes + CONTEXT_BYTES < board.memory_bytes < found.gpu_bytes
+
+
+def test_several_ranks_are_one_answer(tmp_path: Path) -> None:
+    train = script(tmp_path, ALONE.replace("LATER", ""))
+    words = [train, "--gpu", "h100", "--ranks", "1,16", "--iterations", "2", "--json", "-q"]
+    done = subprocess.run(
+        [sys.executable, "-m", "executor", "rehearse", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    one, many = json.loads(done.stdout)["rehearsals"]
+    assert (one["ranks"], many["ranks"], many["rank"]) == (1, 16, 0)
+    assert one["steady"] == many["steady"]
+    assert many["outside_bytes"] - one["outside_bytes"] == COMMUNICATOR_BYTES["MORE"]
+    assert many["gpu_bytes"] == many["outside_bytes"] + many["steady"]["reserved_bytes"]
