@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from traces.records.plan import Plan, PredictionWarning
 
 
-
 class Numbers(click.ParamType):
     """Whole numbers with commas between them: "0,1,7"."""
 
     name = "numbers"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         if not all(part.isdecimal() for part in value.split(",")):
@@ -56,7 +57,9 @@ APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 @click.option(
     "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate replay`."
 )
-@click.option("--ranks", type=NUMBERS, default=(), help="Ranks of a distributed job; several numbers give a table.")
+@click.option(
+    "--ranks", type=NUMBERS, default=(), help="Ranks of a distributed job; several numbers give a table."
+)
 @click.option("--rank", type=NUMBERS, default=(), help="Which of them to rehearse, such as 0,7. Default: 0.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
 @step_options
@@ -202,8 +205,8 @@ def refuse_if_too_large(found: Rehearsal) -> None:
     """Raise OutOfMemoryProblem, with exit code 1, if the GPU's memory does not suffice."""
     if not found.fits:
         error = OutOfMemoryProblem(
-            f"{found.model} does not fit into {found.gpu}: it reserves "
-            f"{show_bytes(found.figures.peak_reserved_bytes)} beside {_outside(found)}; torch said there: {found.out_of_memory}"
+            f"{found.model} does not fit into {found.gpu}: it reserves {show_bytes(found.figures.peak_reserved_bytes)} "
+            f"beside {_outside(found)}; torch said there: {found.out_of_memory}"
         )
         error.exit_code = 1
         raise error
@@ -231,7 +234,7 @@ def in_words(found: Rehearsal) -> str:
         *(f"  {line}" for line in peaks.lines()),
         f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved",
         f"  outside torch, assumed: {_outside(found)}",
-        f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as nvidia-smi shows it",
+        f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as by nvidia-smi",
     ]
     if found.alive:
         lines.append("  alive at the peak, by the line that asked for it:")

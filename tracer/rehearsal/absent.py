@@ -1,7 +1,7 @@
-"""Answer for the ranks of a distributed job that are not there: the store, objects that ranks exchange, processes on CPUs.
+"""Answer for the ranks of a distributed job that are not there: the store, exchanges of objects, groups of CPUs.
 
-Runs in the process of the one rank that is rehearsed. Every other rank is taken to do and to hold what this one does and
-holds. What only another rank can know is refused by name.
+Runs in the process of the one rank that is rehearsed. Every other rank is taken to do and to hold what this one does
+and holds. What only another rank can know is refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, Final
 
-import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d as c10d
 
 from tracer.torch_api import replaced
 from traces.errors import SpecError
@@ -30,15 +32,11 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, driver: Any) -> Iterato
     Args:
         driver: the null driver, which is told how many ranks a communicator has where NCCL asks the others.
     """
-    import torch.distributed as dist
-    import torch.multiprocessing as mp
-    from torch.distributed import distributed_c10d as c10d
-
     rendezvous = import_module("torch.distributed.rendezvous")  # the package has a function of that name
     kept: dict[str, bytes] = {}
     own = Objects(rank)
 
-    class Shared(_store_class()):  # type: ignore[misc]  # a class is made where torch.distributed is there
+    class Shared(Answering):
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__(kept, rank, ranks)
 
@@ -58,7 +56,15 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, driver: Any) -> Iterato
         for owner, values in (
             (dist, {"TCPStore": Shared, "FileStore": Shared, "split_group": split, **exchanges}),
             (rendezvous, {"TCPStore": Shared, "FileStore": Shared}),
-            (c10d, {"ProcessGroupGloo": _on_cpus, "split_group": split, "_new_process_group_helper": make, **exchanges}),
+            (
+                c10d,
+                {
+                    "ProcessGroupGloo": _on_cpus,
+                    "split_group": split,
+                    "_new_process_group_helper": make,
+                    **exchanges,
+                },
+            ),
             (mp, {"spawn": start, "start_processes": start}),
         ):
             around.enter_context(replaced(owner, **values))
@@ -66,80 +72,75 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, driver: Any) -> Iterato
 
 
 def finish_pending() -> None:
-    """Let the groups' own threads see that all collectives are over, after `torch.cuda.synchronize()`: ten times a second
-    they look, and let go of tensors. An iteration on a GPU takes longer than that."""
-    from torch.distributed import distributed_c10d as c10d
+    """Let the groups' own threads see that all collectives are over, after `torch.cuda.synchronize()`.
 
+    Ten times a second they look, and let go of tensors. An iteration on a GPU takes longer than that.
+    """
     for group, (backend, _) in list(c10d._world.pg_map.items()):
         if "nccl" in backend:
             group._wait_for_pending_works()
 
 
-def _store_class() -> type:
-    from torch.distributed import Store
-
-    class Answering(Store):
-        """Keys and values of this process, and by rule those of the ranks that are not there."""
-
-        def __init__(self, kept: dict[str, bytes], rank: int, ranks: int) -> None:
-            super().__init__()
-            self._kept, self._rank, self._ranks = kept, rank, ranks
-            _ALIVE.append(self)  # C++ holds no reference to the object in Python
-
-        def set(self, key: str, value: Any) -> None:
-            self._kept[key] = value.encode() if isinstance(value, str) else bytes(value)
-
-        def get(self, key: str) -> bytes:
-            if key in self._kept:
-                return self._kept[key]
-            if _UNIQUE_ID.search(key):
-                return bytes(UNIQUE_ID_BYTES)
-            # Where each rank has a key of its own, the others have put there what this one has.
-            for number in re.finditer(r"\d+", key):
-                mine = f"{key[: number.start()]}{self._rank}{key[number.end() :]}"
-                if int(number[0]) < self._ranks and mine in self._kept:
-                    return self._kept[mine]
-            raise SpecError(
-                f"rank {self._rank} asks the store for {key!r}, which another rank sets; rehearse that rank, or set it."
-            )
-
-        def add(self, key: str, value: int) -> int:
-            """As if every rank had added as much."""
-            mine = int(self._kept.get(key, b"0")) + value
-            self._kept[key] = str(mine).encode()
-            return mine * self._ranks
-
-        def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
-            """The others have set them."""
-
-        def check(self, keys: Sequence[str]) -> bool:
-            return all(key in self._kept for key in keys)
-
-        def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-            now = self._kept.get(key)
-            if now is None and not expected or now == expected:
-                self.set(key, desired)
-            return self._kept.get(key, bytes(expected))
-
-        def append(self, key: str, value: Any) -> None:
-            self.set(key, self._kept.get(key, b"") + bytes(value))
-
-        def delete_key(self, key: str) -> bool:
-            return self._kept.pop(key, None) is not None
-
-        def num_keys(self) -> int:
-            return len(self._kept)
-
-        def set_timeout(self, timeout: Any) -> None:
-            """Nobody waits."""
-
-        def clone(self) -> Any:
-            return self
-
-    return Answering
-
-
 _ALIVE: Final[list[Any]] = []
+
+
+class Answering(dist.Store):
+    """Keys and values of this process, and by rule those of the ranks that are not there."""
+
+    def __init__(self, kept: dict[str, bytes], rank: int, ranks: int) -> None:
+        super().__init__()
+        self._kept, self._rank, self._ranks = kept, rank, ranks
+        _ALIVE.append(self)  # C++ holds no reference to the object in Python
+
+    def set(self, key: str, value: Any) -> None:
+        self._kept[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        if key in self._kept:
+            return self._kept[key]
+        if _UNIQUE_ID.search(key):
+            return bytes(UNIQUE_ID_BYTES)
+        # Where each rank has a key of its own, the others have put there what this one has.
+        for number in re.finditer(r"\d+", key):
+            mine = f"{key[: number.start()]}{self._rank}{key[number.end() :]}"
+            if int(number[0]) < self._ranks and mine in self._kept:
+                return self._kept[mine]
+        raise SpecError(
+            f"rank {self._rank} asks the store for {key!r}, which another rank sets; rehearse that rank, or set it."
+        )
+
+    def add(self, key: str, value: int) -> int:
+        """As if every rank had added as much."""
+        mine = int(self._kept.get(key, b"0")) + value
+        self._kept[key] = str(mine).encode()
+        return mine * self._ranks
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        """The others have set them."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._kept for key in keys)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        now = self._kept.get(key)
+        if (now is None and not expected) or now == expected:
+            self.set(key, desired)
+        return self._kept.get(key, bytes(expected))
+
+    def append(self, key: str, value: Any) -> None:
+        self.set(key, self._kept.get(key, b"") + bytes(value))
+
+    def delete_key(self, key: str) -> bool:
+        return self._kept.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._kept)
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nobody waits."""
+
+    def clone(self) -> Any:
+        return self
 
 
 class Objects:
@@ -151,7 +152,9 @@ class Objects:
     def all_gather_object(self, object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
         object_list[:] = [_copied(obj) for _ in object_list]
 
-    def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    def gather_object(
+        self, obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any
+    ) -> None:
         if object_gather_list is not None:
             self.all_gather_object(object_gather_list, obj)
 
@@ -170,12 +173,8 @@ class Objects:
         group: Any = None,
         **given: Any,
     ) -> None:
-        import torch.distributed as dist
-
         if not scatter_object_input_list:
-            self._refuse(
-                "takes what rank {} scatters", _global_rank(src, given.get("group_src"), group)
-            )
+            self._refuse("takes what rank {} scatters", _global_rank(src, given.get("group_src"), group))
             return
         scatter_object_output_list[0] = _copied(scatter_object_input_list[dist.get_rank(group)])
 
@@ -200,8 +199,6 @@ class Objects:
 
 
 def _global_rank(src: int | None, group_src: int | None, group: Any) -> int:
-    import torch.distributed as dist
-
     if src is None:
         return dist.get_global_rank(group or dist.group.WORLD, group_src or 0)
     return src
@@ -213,12 +210,13 @@ def _copied(value: Any) -> Any:
 
 def _on_cpus(store: Any, rank: int, size: int, *_: Any, **__: Any) -> Any:
     """The group of CPUs that gloo would make: torch's own that does nothing."""
-    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch._C import _distributed_c10d as bindings
 
-    options = FakeProcessGroup.Options()
+    fake_group: Any = bindings.FakeProcessGroup
+    options = fake_group.Options()
     if hasattr(options, "simulate_uniform_ranks"):
         options.simulate_uniform_ranks = True
-    return FakeProcessGroup._create_internal(rank, size, options)
+    return fake_group._create_internal(rank, size, options)
 
 
 def _telling_sizes(c10d: Any, driver: Any) -> tuple[Any, Any]:

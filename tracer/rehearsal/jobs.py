@@ -1,20 +1,21 @@
-"""Read how a distributed job is started: `torchrun`, `accelerate launch` and their arguments, without starting anything."""
+"""Read how a distributed job is started, by `torchrun` or `accelerate launch`, without starting anything."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Final
 
 from traces.errors import EnvironmentProblem, SpecError
 from traces.units import MIB
 
 GPUS: Final = 8  # of a machine, unless told otherwise
-# What a communicator takes of the GPU's memory, by its ranks: 544 and 688 MiB on four A100 with NVLink after an all-reduce
-# of 4 MB (NVIDIA/nccl#964). The first message between two ranks connects them: 3.28 GB for seven peers in the first
-# all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685). Others saw 1.6 GB for one and 6 GB for three and more
-# (NVIDIA/nccl#864): it grows with the channels, so with the links and the machines. One rank has nobody to talk to.
+# What a communicator takes of the GPU's memory, by its ranks: 544 and 688 MiB on four A100 with NVLink, after an all-
+# reduce of 4 MB (NVIDIA/nccl#964). The first message between two ranks connects them: 3.28 GB for seven peers in the
+# first all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685). Others saw 1.6 GB for one and 6 GB for three and
+# more (NVIDIA/nccl#864): it grows with the channels, so with the links and the machines. One rank talks to nobody.
 COMMUNICATOR_BYTES: Final = {"ONE": 0, "TWO": 544 * MIB, "MORE": 688 * MIB, "PEER": 447 * MIB}
 
 
@@ -89,13 +90,16 @@ def jobs_of(
     sizes = ranks or ((launch.ranks,) if launch else ())
     if not sizes:
         if rank or nodes:
-            raise SpecError("--rank and --nodes belong to a distributed job; say with --ranks how many ranks it has.")
+            raise SpecError(
+                "--rank and --nodes belong to a distributed job; say with --ranks how many ranks it has."
+            )
         return [(None, 0)]
     if 0 in sizes:
         raise SpecError("the line does not say how many ranks it starts; say it with --ranks.")
     given = nodes or (launch.nodes if launch and not ranks else 0)
     made = [
-        Job(ranks=n, nodes=given or -(-n // GPUS), environment=launch.environment if launch else {}) for n in sizes
+        Job(ranks=n, nodes=given or -(-n // GPUS), environment=launch.environment if launch else {})
+        for n in sizes
     ]
     pairs = [(job, number) for job in made for number in rank or (0,)]
     for job, number in pairs:
@@ -106,8 +110,8 @@ def jobs_of(
 def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     """Read a command line that starts a distributed program; None if it is not one.
 
-    `torchrun ...`, `python -m torch.distributed.run ...` (or `.launch`) and `accelerate launch ...` are read by their own
-    parsers. `python ...` is one if the job is `distributed`.
+    `torchrun ...`, `python -m torch.distributed.run ...` (or `.launch`) and `accelerate launch ...` are read by their
+    own parsers. `python ...` is one if the job is `distributed`.
 
     Raises:
         SpecError: they do not understand it; EnvironmentProblem: the launcher is not installed.
@@ -132,7 +136,9 @@ def _torchrun(words: Sequence[str]) -> Launch:
 
     found = _parsed(get_args_parser().parse_args, words, "torchrun")
     if found.no_python:
-        raise SpecError("torchrun --no-python starts a program that is not Python; rehearse the script that it runs.")
+        raise SpecError(
+            "torchrun --no-python starts a program that is not Python; rehearse the script that it runs."
+        )
     each, nodes = str(found.nproc_per_node), int(str(found.nnodes).rpartition(":")[2])
     return Launch(
         program=found.training_script,
@@ -145,7 +151,7 @@ def _torchrun(words: Sequence[str]) -> Launch:
 
 def _accelerate(words: Sequence[str]) -> Launch:
     try:
-        from accelerate.commands import launch
+        launch = import_module("accelerate.commands.launch")
     except ImportError:
         raise EnvironmentProblem(
             "the line starts with `accelerate launch`, and accelerate is not installed here; pip install accelerate."

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from tracer.environment import environment
-from tracer.rehearsal.absent import absent_ranks, finish_pending
 from tracer.rehearsal.record import Rehearsal
 from tracer.rehearsal.watch import Enough, Watch, names, null_driver
 from tracer.step.context import initialisers_without_values
@@ -48,13 +47,18 @@ def do(
     """Rehearse, for a fresh process (`traces.isolated`): see `tracer.rehearsal.run.rehearse` for what is asked; the
     fields are those of the Rehearsal to fill."""
     ranks = fields.get("ranks", 0)
+    others: Any = nullcontext()
+    settle = None
+    if ranks:
+        from tracer.rehearsal.absent import absent_ranks, finish_pending
+
+        others, settle = absent_ranks(fields["rank"], ranks, local_rank, null_driver()), finish_pending
     watch = Watch(
         most_iterations=iterations if script else 0,
         device=local_rank if ranks else None,
-        settle=finish_pending if ranks else None,
+        settle=settle,
     )
     out_of_memory = ""
-    others = absent_ranks(fields["rank"], ranks, local_rank, null_driver()) if ranks else nullcontext()
     try:
         with watch.watching(), initialisers_without_values(), others:
             if script:
@@ -142,8 +146,7 @@ def _lay_out(model: nn.Module, rest: Sequence[torch.Tensor]) -> None:
 
 
 def _script(model: str, arguments: Sequence[str], watch: Watch, *, module: bool = False) -> None:
-    """The user's own script, as `python FILE ARGUMENTS` (or `python -m MODULE ARGUMENTS`) would run it, until it has made
-    its iterations."""
+    """The user's own script, as `python FILE ARGUMENTS` or `python -m MODULE ARGUMENTS` runs it, for its iterations."""
     path = Path(model).resolve()
     sys.argv = [model, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(path.parent))

@@ -181,7 +181,9 @@ def run_on_null_driver(
     """
     driver = driver_environment(find_cuda_torch(), gpu, context_bytes=CONTEXT_BYTES, devices=devices)
     all_given = {**driver, **(overriding or {})}
-    return run_fresh(function, arguments, what=what, environment=environment, overriding=all_given, shown=shown)
+    return run_fresh(
+        function, arguments, what=what, environment=environment, overriding=all_given, shown=shown
+    )
 
 
 def traced_on_null_driver(

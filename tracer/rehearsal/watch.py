@@ -171,7 +171,9 @@ class Watch:
         text = ctypes.create_string_buffer(1 << 16)
         self._driver.null_communicators(text, len(text))
         rows = [[int(n) for n in line.split()] for line in text.value.decode().splitlines()]
-        most = max((sum(r[1] for r in rows if r[2] <= at and not 0 < r[3] <= at) for _, _, at, _ in rows), default=0)
+        most = max(
+            (sum(r[1] for r in rows if r[2] <= at and not 0 < r[3] <= at) for _, _, at, _ in rows), default=0
+        )
         return tuple(Communicator(ranks=r[0], nbytes=r[1]) for r in reversed(rows)), most
 
     def reads(self) -> list[str]:
