@@ -110,7 +110,7 @@ class Compiled:
     seconds: float  # that compiling, planning and rewriting took
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Compiler:
     """Compiles what dynamo captures by a plan, or by plans within a budget: a backend of torch.compile.
 

@@ -86,6 +86,14 @@ def _has_cuda_torch() -> bool:
     return True
 
 
+@pytest.fixture(autouse=True, scope="module")
+def walked_once() -> Iterator[None]:
+    """What a module's tests imported and cached stays, too: each search for garbage walked a million objects of it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """A test in which what several threads allocate for themselves would count: it is not, or otherwise, told."""

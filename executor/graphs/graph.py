@@ -5,6 +5,7 @@ both parts run op by op.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -162,11 +163,14 @@ class Graph:
             owner: the module that is being compiled, as a DistributedDataParallel around it knows it.
         """
         places = [k for k, x in enumerate(self.inputs) if x.kind == PARAMETER]
+        of = (
+            (lambda: None) if owner is None else weakref.ref(owner)
+        )  # a model goes with what was compiled of it
 
         def call(*given: Any) -> Any:
             values, known = list(given), Call()
             parameters = tuple(values[k] for k in places)
-            if hand_over.wanted(owner, parameters, self.released):
+            if hand_over.wanted(of(), parameters, self.released):
                 # Autograd must not reach the parameters themselves, which get their gradients by the pool.
                 self.pool = self.pool or hand_over.Pool()
                 known.parameters = parameters

@@ -1,7 +1,9 @@
-"""Tables that a model's code caches: captured as ops, and never fake in the real step."""
+"""What is cached: a model's tables are captured as ops, and what dynamo compiled goes with the model."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import fx, nn  # noqa: E402
 
+from executor import apply_plan  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recorded  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
@@ -54,3 +57,25 @@ def test_a_cached_table_is_made_by_the_step() -> None:
     real = measure(step, build, "cpu", rounds=1, warmup=1).finish()
     assert verify(build, plan_of(real), "cpu", 2).bit_equal
     assert type(Positions.table(6)) is torch.Tensor  # the cache that eager fills is its own
+
+
+def graphs() -> int:
+    gc.collect()
+    return sum(type(x) is fx.Graph for x in gc.get_objects())
+
+
+def test_what_was_compiled_goes_with_the_capture_and_with_the_planned_model() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+    build = build_of(lambda: (net(), torch.randn(6, 6), lambda y: y.sum(), None))
+    plan, counts, weights = plan_of(recorded(build).trace), [], []
+    for _ in range(3):
+        recorded(build)
+        model = apply_plan(net(), plan)
+        model(torch.randn(6, 6)).sum().backward()
+        weights.append(weakref.ref(model[0].weight))
+        del model
+        counts.append(graphs())
+    assert max(counts[1:]) <= counts[0]
+    assert not any(w() is not None for w in weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,9 +34,17 @@ class _Graph:
     module: fx.GraphModule
     examples: Sequence[Any]
     context: Any
+    made: list[Any]  # the values of its outputs
+    sizes: list[tuple[int, Any]]  # its inputs that are symbols, by place
     joint: Joint | None = None
     known: Known = field(default_factory=dict)  # sizes in the call
     outputs: list[Any] = field(default_factory=list)  # what stands for the outputs in it
+
+    def begin(self, values: Sequence[Any]) -> list[Any]:
+        """A call of these inputs."""
+        self.known = {x.node.expr: Integer(values[k]) for k, x in self.sizes}
+        self.outputs = [_like(x, self.known) for x in self.made]
+        return self.outputs
 
 
 class _Read(Exception):
@@ -48,19 +57,21 @@ class Capturing:
 
     def __init__(self, *, many: bool = False) -> None:
         self.run = by_dynamo(self._backend, dynamic=many)
+        self.graphs: list[_Graph] = []
         self.called: _Graph | None = None
 
     def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Any]]:
         check_graph(module)
-        graph = _Graph(module, examples, TracingContext.get())
-        made, holders = output_values(module), module.graph.find_nodes(op="placeholder")
-        sizes = [(k, n.meta.get("example_value")) for k, n in enumerate(holders)]
+        holders = enumerate(n.meta.get("example_value") for n in module.graph.find_nodes(op="placeholder"))
+        sizes = [(k, x) for k, x in holders if isinstance(x, torch.SymInt)]
+        self.graphs.append(_Graph(module, examples, TracingContext.get(), output_values(module), sizes))
+        me, number = weakref.ref(self), len(self.graphs) - 1  # what dynamo keeps holds no graph
 
         def call(*values: Any) -> list[Any]:
-            self.called = graph
-            graph.known = {x.node.expr: Integer(values[k]) for k, x in sizes if isinstance(x, torch.SymInt)}
-            graph.outputs = [_like(x, graph.known) for x in made]
-            return graph.outputs
+            capturing = me()
+            assert capturing is not None
+            capturing.called = capturing.graphs[number]
+            return capturing.called.begin(values)
 
         return torch.compiler.disable(call)
 

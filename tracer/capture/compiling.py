@@ -5,9 +5,11 @@ runs by a plan, which so cannot differ.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,8 +40,18 @@ Compiled = Callable[..., Any]
 
 def by_dynamo(backend: Callable[..., Any], *, dynamic: bool | None = False, whole: bool = True) -> Compiled:
     """Return `run(forward, args, kwargs)`, which calls a forward in one graph that dynamo gives to the backend; or
-    where it is not to be `whole`, in as many as it breaks into."""
-    return torch.compile(_alone(_call), backend=backend, fullgraph=whole, dynamic=dynamic)
+    where it is not to be `whole`, in as many as it breaks into. Graphs go with the backend, which the caller keeps."""
+    me = weakref.WeakMethod(backend) if inspect.ismethod(backend) else weakref.ref(backend)
+
+    def compiler(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        found = me()  # dynamo never lets go of this function
+        assert found is not None
+        return found(module, examples)
+
+    call = _alone(_call)
+    scope = call.__globals__  # where dynamo puts what it compiled, which keeps the code that it is kept by
+    weakref.finalize(getattr(backend, "__self__", backend), lambda: scope.update(dict.fromkeys(scope)))
+    return torch.compile(call, backend=compiler, fullgraph=whole, dynamic=dynamic)
 
 
 @contextlib.contextmanager
@@ -62,7 +74,7 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
 def _alone(function: Any) -> Any:
     """The function with code and a name of its own: by these dynamo keeps what it compiled, and which sizes varied."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return types.FunctionType(code, function.__globals__, code.co_name)
+    return types.FunctionType(code, dict(function.__globals__), code.co_name)
 
 
 _numbers: Final = itertools.count(1)
