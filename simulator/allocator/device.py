@@ -66,7 +66,6 @@ def device_memory(
     gpu: str | None = None,
     memory: str | None = None,
     context: str | None = None,
-    reserve: str | None = None,
 ) -> DeviceMemory | None:
     """Return the memory that the user named; None if that is nothing.
 
@@ -74,15 +73,14 @@ def device_memory(
         kind: of the trace that is to fit, cuda or cpu; None: as the device is, and a size alone is of a CPU.
         gpu: an entry of the device table; memory: a size such as 40GiB, instead of the entry's or without one.
         context: what the CUDA context takes; None: the assumed value on a GPU, nothing on the CPU.
-        reserve: what shall stay free, a size or a share of the memory such as 2%.
 
     Raises:
         SpecError: no such device, no size, or a device of another kind than the trace's.
     """
     if gpu is None and memory is None:
-        if context is not None or reserve is not None:
+        if context is not None:
             raise SpecError(
-                "--context and --reserve are parts of a device's memory; name one with --gpu or --device-memory."
+                "--context is a part of a device's memory; name one with --gpu or --device-memory."
             )
         return None
     from traces.devices import CONTEXT_BYTES, device
@@ -102,9 +100,8 @@ def device_memory(
     kept = 0 if kind == CPU else CONTEXT_BYTES
     if context is not None:
         kept = 0 if context.strip() == "0" else size_of("--context", context)
-    free = 0 if reserve in (None, "0", "0%") else parse_budget(str(reserve), total)
     name = entry.name if entry is not None else f"a device of {show_bytes(total)}"
-    return DeviceMemory(name=name, kind=kind, memory_bytes=total, context_bytes=kept, reserve_bytes=free)
+    return DeviceMemory(name=name, kind=kind, memory_bytes=total, context_bytes=kept)
 
 
 def size_of(option: str, text: str) -> int:

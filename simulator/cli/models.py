@@ -28,13 +28,6 @@ from simulator.cli.options import (
 from traces.commands import Output, Refused
 from traces.errors import BudgetError, SpecError
 
-DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is meant to have
-RESERVE = click.option(
-    "--reserve",
-    metavar="SIZE",
-    help="Memory to keep free, a size or a share (default: 2% of a GPU, none of a CPU).",
-)
-
 
 @click.command("sweep", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
@@ -84,7 +77,7 @@ def sweep_command(
               help="Try only multiples of this.")  # fmt: skip
 @click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
               help="Largest batch size to try.")  # fmt: skip
-@asking(*DEVICE, RESERVE, PLANNER, *SEARCH, *LEVERS)
+@asking(*DEVICE, PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
               help="Directory of the result (default: MODEL-max-batch).")  # fmt: skip
 @answer_options
@@ -99,16 +92,12 @@ def max_batch_command(
     simulate max-batch resnet18 --memory 2GiB --image-size 96 --device cpu     on the CPU, its ops measured
 
     Any other option goes to `trace`. Traces and plans stay in one directory and are used again. On a GPU reserved
-    memory must fit, on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
+    memory must fit, and 2 % stay free; on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
     """
-    from simulator.allocator.device import CPU
     from simulator.studies.max_batch import max_batch
-    from traces.devices import device
     from traces.files import canonical_json, write_text
 
     words_for_trace(model, trace_words, "--target")  # which --gpu decides
-    if words["reserve"] is None and words["gpu"] is not None and device(words["gpu"]).kind != CPU:
-        words["reserve"] = DEFAULT_RESERVE
     price = _percent(budget_overhead)
     words |= {"budget_overhead_percent": price, "trace_options": trace_words, "progress": out.say, **limits}
     found = max_batch(model, **words)

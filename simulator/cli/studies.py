@@ -51,20 +51,14 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
 
 @click.command("levers")
 @click.argument("trace_name", metavar="TRACE")
-@click.option("--budget", help="Show also what plans within this budget add at least.")
 @output_options
-def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
+def levers_command(trace_name: str, out: Output) -> None:
     """Show what each lever could do to the peak, alone and all together.
 
     Levers change the step before anything is recomputed. `simulate TRACE --allow` lets a plan take them.
     """
-    from simulator.core.limits import parse_budget
     from simulator.prediction.ask import problem_of
     from simulator.studies.levers import study
 
-    problem = problem_of(trace_name)
-    whole = problem.saved.timeline.peak_allocated_bytes
-    limit = None if budget is None else parse_budget(budget, whole)
     out.say("comparing levers")
-    found = study(problem, trace_name, limit)
-    show(out, found)
+    show(out, study(problem_of(trace_name), trace_name))

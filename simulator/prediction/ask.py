@@ -73,7 +73,6 @@ class Words(TypedDict, total=False):
     gpu: str | None  # the device as a command says it, by the words of `device_memory`
     memory: str | None
     context: str | None
-    reserve: str | None
     # How a plan may change the step beside recomputing. "bit": gradients equal in every bit; "fp": but for rounding (a
     # loss head in tiles, whose logits then do not exist); "approximate": within a measured error.
     allow: str
@@ -209,9 +208,7 @@ def _named_device(device: Device | None, words: Words) -> Callable[[str | None],
         gpu = device
     elif device is not None:
         memory = str(device)
-    of = partial(
-        device_memory, gpu=gpu, memory=memory, context=words.get("context"), reserve=words.get("reserve")
-    )
+    of = partial(device_memory, gpu=gpu, memory=memory, context=words.get("context"))
     of(None)  # which refuses what means nothing
     return of
 

@@ -12,7 +12,7 @@ from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, rewritten_problem
 from simulator.levers.edit import Wish
 from simulator.planners.outcome import percent
-from simulator.prediction.levers import Changed, climb, floor_of, ladders
+from simulator.prediction.levers import climb, floor_of, ladders
 from simulator.show.tables import table
 from simulator.studies.rows import Study
 from traces.errors import SpecError
@@ -30,32 +30,26 @@ class Reach:
     peak_allocated_bytes: int  # with everything saved
     floor_bytes: int  # no plan can go below
     added_time_ns: int  # with everything saved
-    # No plan within the budget adds less; None: no plan, or no budget.
-    bound_overhead_percent: float | None = None
 
 
 IN_WORDS: Final = {EXACT: "equal in every bit", FP: "equal but for rounding", APPROXIMATE: "approximate"}
 RECOMPUTE_ALONE: Final = "recompute"
 
 
-def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study[Reach]:
+def study(problem: Problem, name: str) -> Study[Reach]:
     """Return what each lever alone does to the step, and all of a class together.
 
     Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
     floor, of other kinds all that is offered. Ignores: that fewer may do.
-
-    Args:
-        name: of the trace, for the answer.
-        budget_bytes: for what plans within it add at least.
     """
     found = _each_alone(problem)
-    rows = [_reach(problem, RECOMPUTE_ALONE, (), budget_bytes)]
-    rows += [_reach(problem, kind, rewrites, budget_bytes) for kind, rewrites in found.items()]
+    rows = [_reach(problem, RECOMPUTE_ALONE, ())]
+    rows += [_reach(problem, kind, rewrites) for kind, rewrites in found.items()]
     for name_of_all, most in (("all exact", EXACT), ("all up to rounding", FP), ("all", APPROXIMATE)):
         kinds = [k for k in found if EXACTNESS.index(LEVERS[k].exactness) <= EXACTNESS.index(most)]
         together = _together(problem, {k: found[k] for k in kinds})
         if len({r.kind for r in together}) > 1:
-            rows.append(_reach(problem, name_of_all, together, budget_bytes))
+            rows.append(_reach(problem, name_of_all, together))
     meta, whole, time_ns = problem.trace.meta, rows[0].peak_allocated_bytes, problem.trace.time_ns
     what = "each lever alone, and those of a class together"
     return Study(
@@ -66,7 +60,6 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
             "trace": name,
             "model": meta.model,
             "fingerprint": meta.fingerprint,
-            "budget_bytes": budget_bytes,
             "levers": [to_json(row) for row in rows],
         },
         words=f"{name}: {what}",
@@ -82,7 +75,6 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
                 ("time", "+percent", lambda r: percent(r.added_time_ns, time_ns)),
                 ("no plan below", "bytes", lambda r: r.floor_bytes),
                 (" ", "share", lambda r: percent(r.floor_bytes, whole)),
-                ("within the budget", "+percent", lambda r: r.bound_overhead_percent),
             ),
         ).known(),
     )
@@ -109,17 +101,13 @@ def _together(problem: Problem, found: dict[str, tuple[Rewrite, ...]]) -> tuple[
     return min(choices, key=lambda rewrites: floor_of(problem, rewrites))
 
 
-def _reach(problem: Problem, lever: str, rewrites: tuple[Rewrite, ...], budget_bytes: int | None) -> Reach:
-    step, time_ns, least = rewritten_problem(problem, rewrites), problem.trace.time_ns, None
-    if budget_bytes is not None and (bound := bounder_of(step).bound(budget_bytes)).feasible:
-        changed = Changed(rewrites=rewrites, problem=step, bound=bound)
-        least = percent(changed.least_ns - time_ns, time_ns)
+def _reach(problem: Problem, lever: str, rewrites: tuple[Rewrite, ...]) -> Reach:
+    step = rewritten_problem(problem, rewrites)
     return Reach(
         lever=lever,
         exactness=exactness_of(rewrites),
         rewrites=len(rewrites),
         peak_allocated_bytes=step.saved.timeline.peak_allocated_bytes,
         floor_bytes=bounder_of(step).floor.peak_bytes,
-        added_time_ns=step.saved.timeline.step_time_ns - time_ns,
-        bound_overhead_percent=least,
+        added_time_ns=step.saved.timeline.step_time_ns - problem.trace.time_ns,
     )

@@ -30,6 +30,7 @@ from traces.units import show_bytes, show_percent
 FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it
 PATIENCE: Final = 4  # guesses by a straight line in a row before the bracket is halved
 STRIDE: Final = 4  # from the first probe to the second, when there is no line yet
+RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
 SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
 
 
@@ -233,6 +234,9 @@ def max_batch(
     asks, step, options = question(DEVICE, device, **words), multiple_of, tuple(trace_options)
     if (memory := asks.device(None)) is None:
         raise SpecError("name the device with --gpu, or its memory with --memory.")
+    if memory.kind != CPU and not isinstance(device, DeviceMemory):
+        memory = replace(memory, reserve_bytes=memory.memory_bytes * RESERVE_PERCENT // 100)
+        asks = replace(asks, device=lambda kind: memory)
     if memory.kind == CPU and asks.alloc_conf is not None:
         raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
     if memory.kind != CPU and not any(w.partition("=")[0] in ("--target", "--device") for w in options):

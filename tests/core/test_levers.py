@@ -281,12 +281,11 @@ def test_a_lever_that_is_named_and_not_allowed_is_no_silence(kind: str, allow: s
 
 
 def test_the_study_says_how_far_each_lever_reaches() -> None:
-    found = study(Problem(head()), "head", 500)
+    found = study(Problem(head()), "head")
     alone, tiled = found.rows
-    assert (alone.lever, alone.bound_overhead_percent) == ("recompute", None)
+    assert alone.lever == "recompute"
     assert (tiled.lever, tiled.exactness, tiled.rewrites) == ("tile", FP, 1)
     assert tiled.floor_bytes < alone.floor_bytes
-    assert tiled.bound_overhead_percent is not None
 
 
 def test_a_larger_batch_fits_with_the_loss_head_in_tiles(

@@ -256,15 +256,15 @@ def test_the_search_for_a_budget_of_reserved_memory() -> None:
 
 
 def test_device_memory_in_words() -> None:
-    device = device_memory("cuda", gpu="a100-40", reserve="2%", context="1GiB")
+    device = device_memory("cuda", gpu="a100-40", context="1GiB")
     assert device is not None
-    assert device.usable_bytes == 40 * GIB - GIB - 40 * GIB * 2 // 100
+    assert device.usable_bytes == 40 * GIB - GIB
     assert "A100-40" in device.room()
     assert device_memory("cuda") is None
     cpu = device_memory("cpu", memory="2GiB")
     assert cpu is not None
     assert cpu.usable_bytes == 2 * GIB  # no context
-    for words in ({"gpu": "cpu"}, {"memory": "50%"}, {"reserve": "2%"}, {"gpu": "no-such-gpu"}):
+    for words in ({"gpu": "cpu"}, {"memory": "50%"}, {"context": "1GiB"}, {"gpu": "no-such-gpu"}):
         with pytest.raises(SpecError):
             device_memory("cuda", **words)
 
@@ -369,9 +369,9 @@ def test_what_a_device_has_is_said_once() -> None:
     plain = device_memory("cpu", memory="512MiB")
     assert plain is not None
     assert plain.room() == "a device of 512.00 MiB"
-    gpu = device_memory("cuda", gpu="a100-40", reserve="2%")
+    gpu = device_memory("cuda", gpu="a100-40")
     assert gpu is not None
-    assert gpu.room() == (
+    assert replace(gpu, reserve_bytes=40 * GIB * 2 // 100).room() == (
         "A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed), less 819.20 MiB in reserve: "
         "38.70 GiB to use"
     )

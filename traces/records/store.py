@@ -341,14 +341,13 @@ def load(directory: str | Path) -> Trace:
     itself.
     """
     directory = find(directory)
-    meta, ops = _load_table(directory / OPS_FILE, OPS_COLUMNS)
-    other, storages = _load_table(directory / STORAGES_FILE, STORAGES_COLUMNS)
-    third: dict[str, Any] = {}
-    if (directory / UNTOUCHED_FILE).is_file():
-        third_meta, third = _load_table(directory / UNTOUCHED_FILE, UNTOUCHED_COLUMNS)
-        other = other if third_meta == meta else third_meta
-    if meta != other:
+    files = {OPS_FILE: OPS_COLUMNS, STORAGES_FILE: STORAGES_COLUMNS, UNTOUCHED_FILE: UNTOUCHED_COLUMNS}
+    if not (directory / UNTOUCHED_FILE).is_file():
+        del files[UNTOUCHED_FILE]
+    (meta, ops), (_, storages), *rest = read = [_load_table(directory / f, c) for f, c in files.items()]
+    if any(other != meta for other, _ in read):
         raise TraceError(f"{directory}: its files belong to different traces.")
+    third = rest[0][1] if rest else {}
     try:
         untouched = Untouched(**third)
     except ValueError as error:
