@@ -69,7 +69,7 @@ def trace() -> Trace:
 
 
 def packed(trace: Trace, *kinds: str) -> tuple[Rewrite, ...]:
-    return tuple(r for kind in kinds for r in offer(kind, Problem(trace)))
+    return tuple(r for kind in kinds for r in offer(Problem(trace), kind))
 
 
 def test_masks_and_indices_are_found(trace: Trace) -> None:
