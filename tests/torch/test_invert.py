@@ -108,7 +108,7 @@ def test_with_other_rewrites_and_recomputation(
     trace: Trace, rewrites: tuple[Rewrite, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "COMPILED_FROM", 1 << 40)  # compiled they run above, and in test_inverted.py
-    packed = tuple(packable("int8", Problem(trace)))
+    packed = tuple(packable(Problem(trace), "int8"))
     # What is inverted is not packed.
     for both in ((*packed[::2], *rewrites), (*rewrites, *packed)):
         plan = Plan(meta=trace.meta, rewrites=both, exactness=exactness_of(both))
