@@ -13,7 +13,7 @@ from executor.graphs.edited import rewritten
 from executor.graphs.graph import Graph
 from executor.graphs.mismatch import another_graph, by_ones_alone
 from executor.matching import check_kind
-from simulator.core.problem import Problem, replay
+from simulator.core.problem import Problem
 from tracer.capture.compiling import Could
 from tracer.record.program import Program
 from tracer.record.sketch import ops_of
@@ -92,7 +92,7 @@ def model_bytes(program: Program) -> int:
     Counts: parameters, buffers, arguments, and what ops make. Ignores: what ops allocate inside, the loss code and the
     optimizer.
     """
-    return replay(Problem(program.trace()), ()).timeline.peak_allocated_bytes
+    return Problem(program.trace()).saved.timeline.peak_allocated_bytes
 
 
 def _fits(program: Program, meta: TraceMeta) -> bool:

@@ -205,6 +205,12 @@ class _Recording:
         self.workspaces = {op: list(sizes) for op, sizes in residents.workspaces.items()}
         self.has_rerun = False  # the library that allocates for good has done so
 
+    def allocate(self, nbytes: int) -> int:
+        self.blocks.append(self.count)
+        self.sizes.append(nbytes)
+        self.count += 1
+        return self.count - 1
+
     def free(self, block: int) -> None:
         self.blocks.append(~block)
         self.sizes.append(0)
@@ -251,9 +257,7 @@ class _Recording:
         first = self.count
         for n in asked.asks:
             if n > 0:
-                self.blocks.append(self.count)
-                self.sizes.append(n)
-                self.count += 1
+                self.allocate(n)
             else:
                 self.free(first + ~n)
         if not updates:
@@ -277,13 +281,9 @@ class _Recording:
         self.missing -= sums
         for g in sorted(sums):
             of = next((s for s in frees if nbytes[s] == nbytes[g]), None)
-            if of is None:
-                self.blocks.append(self.count)
-                self.sizes.append(nbytes[g])
-                self.count += 1
-            else:
+            if of is not None:
                 frees.remove(of)
-            self.sums[g] = [self.count - 1 if of is None else self.there[of].pop(0)]
+            self.sums[g] = [self.allocate(nbytes[g]) if of is None else self.there[of].pop(0)]
         for s in frees:
             self.free(self.there[s].pop(0))
 
@@ -303,10 +303,13 @@ class Residents:
         it.
         """
         sts = trace.storages
-        residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
+        residents = [
+            s
+            for s, producer in enumerate(sts.producer)
+            if producer < 0 and sts.nbytes[s] and (gradients or sts.category[s] != GRADIENT)
+        ]
         place = {s: k for k, s in enumerate(trace.meta.moved)}
         residents.sort(key=lambda s: place.get(s, len(place)))
-        residents = [s for s in residents if gradients or sts.category[s] != GRADIENT]
         workspaces = _workspaces(trace, residents)
         late = {s for made in workspaces.values() for s in made}
         state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in {*late, *place}]
@@ -322,16 +325,11 @@ def _moved(trace: Trace, storages: Sequence[int]) -> tuple[int, ...]:
     """Return what is asked for while they come to the GPU: of weights that are flattened there each first, then the
     whole.
     """
-    parts = {s: sizes for s, *sizes in trace.meta.flattened}
-    asked: list[int] = []
-    count = 0
+    of, asked, count = {s: sizes for s, *sizes in trace.meta.flattened}, list[int](), 0
     for s in storages:
-        asked += [
-            *parts.get(s, ()),
-            trace.storages.nbytes[s],
-            *(~(count + k) for k in range(len(parts.get(s, ())))),
-        ]
-        count += len(parts.get(s, ())) + 1
+        parts = of.get(s, [])
+        asked += [*parts, trace.storages.nbytes[s], *(~(count + k) for k in range(len(parts)))]
+        count += len(parts) + 1
     return tuple(asked)
 
 

@@ -86,14 +86,11 @@ def reserved_peak(
     step (a model that was initialised on the device), and what only the first iteration allocates beside the
     optimizer's state.
     """
-    if iterations < 1:
-        raise ValueError(f"iterations is {iterations}; one at least must run")
     requests = requests or requests_of(problem, schedule)
     allocator = Allocator(settings, device_memory_bytes)
-    events = allocator.segment_events
+    events, before = allocator.segment_events, 0
     figures: list[AllocatorFigures] = []
     parts: list[tuple[str, AllocatorFigures]] = []
-    before = 0
     for played in _played(repeat(requests, iterations), requests.residents, allocator):
         parts = parts + played if len(figures) > 1 else played
         figures.append(_highest(played))
@@ -101,9 +98,8 @@ def reserved_peak(
         if steady:
             break
         before = len(events)
-    phases = {
-        name: _highest([p for p in parts if p[0] == name]) for name in dict.fromkeys(n for n, _ in parts if n)
-    }
+    names = dict.fromkeys(name for name, _ in parts if name)
+    phases = {name: _highest([p for p in parts if p[0] == name]) for name in names}
     grown = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
     return ReservedFigures(iterations=tuple(figures), segment_requests=grown, steady=steady, phases=phases)
 

@@ -59,9 +59,7 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
     cannot have.
     """
     if len(text) > MAX_TEXT:
-        raise SpecError(
-            f"allocator settings: {len(text):,} characters are none; torch's options take some hundred."
-        )
+        raise SpecError(f"allocator settings: {len(text):,} characters; torch's options take some hundred.")
     pairs = _pairs(text)
     size = _whole("large_segment_size_mb", dict(pairs).get("large_segment_size_mb", "20"), 11)
     least = size // MIB
@@ -80,14 +78,11 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
         elif key == "backend" and value != "native":
             raise SpecError(f"backend:{value}: only torch's own allocator (backend:native) is simulated.")
         elif key in NOT_SIMULATED:
-            raise SpecError(
-                f"{key}: this option is not simulated; leave it out, or name less with --device-memory."
-            )
+            raise SpecError(f"{key} is not simulated; leave it out, or name less with --device-memory.")
         elif key not in WITHOUT_EFFECT:
-            *all_but_last, last = options
+            known = ", ".join(options)
             raise SpecError(
-                f"allocator settings: torch has no option {key!r}; those with an effect are {', '.join(all_but_last)} "
-                f"and {last}."
+                f"allocator settings: torch has no option {key!r}; those with an effect are {known}."
             )
     return AllocatorSettings(**found)
 
@@ -116,9 +111,7 @@ def round_up(size_bytes: int, settings: AllocatorSettings) -> int:
 
 def _pairs(text: str) -> list[tuple[str, str]]:
     out: list[tuple[str, str]] = []
-    for part in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)):
-        if not part:
-            continue
+    for part in filter(None, re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text))):
         key, colon, value = part.partition(":")
         if not colon or not value:
             raise SpecError(

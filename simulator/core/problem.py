@@ -130,12 +130,6 @@ class Replay:
     timeline: Timeline
 
 
-def replay(facts: Facts, actions: Iterable[Action]) -> Replay:
-    """Return what a plan's actions come to; raises PlanError as `schedule.build` does. See `Facts.replay`."""
-    schedule = build(facts, actions)
-    return Replay(schedule=schedule, timeline=run(facts, schedule))
-
-
 def holdings(trace: Trace, schedule: Schedule, step: int) -> list[int]:
     """The storages that are allocated while `step` runs, its outputs included, largest first."""
     sts = trace.storages
@@ -188,10 +182,11 @@ class Problem(Facts):
         """
         wanted = tuple(actions)
         if self._replayed is None or self._replayed[0] != wanted:
-            self._replayed = (wanted, replay(self, wanted))
+            schedule = build(self, wanted)
+            self._replayed = (wanted, Replay(schedule=schedule, timeline=run(self, schedule)))
         return self._replayed[1]
 
     @cached_property
     def saved(self) -> Replay:
         """The step with everything saved."""
-        return replay(self, ())
+        return self.replay()

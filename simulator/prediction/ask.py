@@ -289,11 +289,9 @@ class Answer:
             "baseline": _run(c.trace, c.saved, c.saved_fit),
         }  # fmt: skip
         if self.found is None:
-            plan: dict[str, Any] = {
-                **RunFigures().headline(),
-                "overhead_percent": None,
-                "recomputed_ops": None,
-            }
+            plan: dict[str, Any] = RunFigures().headline() | dict.fromkeys(
+                ("overhead_percent", "recomputed_ops")
+            )
             figures = self.refusal.figures if isinstance(self.refusal, Infeasible) else {}
             return {**out, "plan": plan, "message": str(self.refusal), **figures}
         plan = {
