@@ -56,15 +56,19 @@ def on(field: str, **more: Any) -> Spec:
     return {"field": name, "type": TYPES[kind], **more}
 
 
-def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Spec:
-    """The data of a chart: rows with the named fields, `op:N ms:Q`, as CSV, which is smaller than JSON."""
+def drawn(fields: str, rows: Iterable[Sequence[object]], *layers: Spec) -> Spec:
+    """Layers over rows with the named fields, `op:N ms:Q`; the rows are CSV, which is smaller than JSON."""
     kinds = dict(field.split(":") for field in fields.split())
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(kinds)
-    writer.writerows(rows)
+    writer.writerows([kinds, *rows])
     parse = {name: "string" if kind == "N" else "number" for name, kind in kinds.items()}
-    return {"data": {"values": file.getvalue(), "format": {"type": "csv", "parse": parse}}}
+    data = {"values": file.getvalue(), "format": {"type": "csv", "parse": parse}}
+    return {"data": data, **_over(layers)}
+
+
+def _over(layers: Sequence[Spec]) -> Spec:
+    return layers[0] if len(layers) == 1 else {"layer": list(layers)}
 
 
 def mark(kind: str, look: Spec | None = None, **channels: Any) -> Spec:
@@ -76,10 +80,8 @@ def mark(kind: str, look: Spec | None = None, **channels: Any) -> Spec:
 
 def finish(*layers: Spec, height: int) -> Spec:
     """The specification at the page's full width."""
-    chart = layers[0] if len(layers) == 1 else {"layer": list(layers)}
-    return {
-        "width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"}, **chart
-    }  # fmt: skip
+    frame = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
+    return {**frame, "height": height, **_over(layers)}
 
 
 def colour(field: str, colours: Mapping[str, str]) -> Spec:
@@ -116,8 +118,8 @@ def peak_by_category(parts: Mapping[str, Mapping[str, int]]) -> Spec:
         order=on("rank:Q"),
         tooltip="name:N series:N note:N",
     )
-    data = drawn("name:N series:N value:Q note:N rank:Q", rows)
-    return finish({**data, **bars}, height=max(60, 22 * len(parts)))
+    fields = "name:N series:N value:Q note:N rank:Q"
+    return finish(drawn(fields, rows, bars), height=max(60, 22 * len(parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +169,19 @@ def grouped(
     }
     beside = {**at, "xOffset": on("place:N", sort=["0", "1"] if by_way else list(look))}
     small = {"baseline": "bottom", "dy": -3, "fontSize": 9, "color": QUIET}
-    both = {
-        **drawn("group:N series:N place:N size:Q note:N", rows),
-        "layer": [
+    layers = [
+        drawn(
+            "group:N series:N place:N size:Q note:N",
+            rows,
             mark("bar", color=colour("series", look), tooltip="group:N series:N note:N", **beside),
             mark("text", small, text=on("size:Q", format=",.2~f"), **beside),
-        ],
-    }
-    if not limits:
-        return finish(both, height=290)
-    tick = {"color": BUDGET_COLOUR, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
-    marks = drawn(
-        "group:N size:Q note:N", [(g, v / unit, f"budget {show_bytes(v)}") for g, v in limits.items()]
-    )
-    return finish(both, {**marks, **mark("tick", tick, tooltip="note:N", **at)}, height=290)
+        )
+    ]
+    if limits:
+        tick = {"color": BUDGET_COLOUR, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
+        marks = [(group, v / unit, f"budget {show_bytes(v)}") for group, v in limits.items()]
+        layers.append(drawn("group:N size:Q note:N", marks, mark("tick", tick, tooltip="note:N", **at)))
+    return finish(*layers, height=290)
 
 
 # Points and lines
@@ -199,8 +200,8 @@ def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> Spec:
     there = {r[1] for r in rows}
     x = on("x:Q", title="idle between forward and backward, ms", axis={"tickCount": 12})
     shown = {name: hue for name, hue in ACTION_COLOURS.items() if name in there}
-    data = drawn("name:N series:N x:Q y:Q note:N", points)
-    return finish({**data, **dots(x, on("y:Q", title=f"size, {name}"), shown)}, height=250)
+    over = dots(x, on("y:Q", title=f"size, {name}"), shown)
+    return finish(drawn("name:N series:N x:Q y:Q note:N", points, over), height=250)
 
 
 def front(curves: Mapping[str, Points]) -> Spec:
@@ -224,8 +225,8 @@ def front(curves: Mapping[str, Points]) -> Spec:
         strokeDash=dash,
         order=on("x:Q"),
     )
-    data = drawn("name:N series:N x:Q y:Q note:N", points)
-    return finish({**data, "layer": [line, dots(x, y, colours)]}, height=320)
+    over = line, dots(x, y, colours)
+    return finish(drawn("name:N series:N x:Q y:Q note:N", points, *over), height=320)
 
 
 # Memory over the step
@@ -273,14 +274,14 @@ def memory_over_step(
             layers.append(_across(nbytes / unit, text, y, *LEVELS[what]))
     if measured_curve:
         at = thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
-        curve = drawn("ms:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
+        curve = [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at]
         look = {"interpolate": "step-after", "strokeWidth": 1.2, "color": MEASURED_COLOUR, "clip": True}
-        layers.append({**curve, **mark("line", look, x=x, y=y)})
+        layers.append(drawn("ms:Q y:Q", curve, mark("line", look, x=x, y=y)))
     if len(run.schedule):
         k = run.timeline.peak_step
-        peak = drawn("ms:Q y:Q", [(run.timeline.start_ns[k] / 1e6, run.timeline.peak_bytes[k] / unit)])
+        peak = [(run.timeline.start_ns[k] / 1e6, run.timeline.peak_bytes[k] / unit)]
         dot = {"filled": True, "size": 45, "color": MEASURED_COLOUR, "opacity": 1}
-        layers.append({**peak, **mark("point", dot, x=x, y=y)})
+        layers.append(drawn("ms:Q y:Q", peak, mark("point", dot, x=x, y=y)))
     return finish(*layers, height=270)
 
 
@@ -289,7 +290,7 @@ def _across(value: float, label: str, y: Spec, hue: str, dash: Sequence[int]) ->
     look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11, "color": hue}
     line = mark("rule", {"color": hue, "strokeDash": list(dash), "strokeWidth": 1.5}, y=y)
     text = mark("text", look, y=y, text=on("label:N"), x={"value": "width"})
-    return {**drawn("y:Q label:N", [(value, label)]), "layer": [line, text]}
+    return drawn("y:Q label:N", [(value, label)], line, text)
 
 
 def _areas(trace: Trace, run: Replay, x: Spec, y: Spec, unit: int, name: str) -> Spec:
@@ -310,22 +311,14 @@ def _areas(trace: Trace, run: Replay, x: Spec, y: Spec, unit: int, name: str) ->
         rows.append(row(*ends, running[-1]))
     # A category's name may hold a space, which the list of fields splits at.
     columns = {f"c{i}": c for i, c in enumerate(cats)}
-    areas = {
-        "transform": [
-            {"fold": list(columns), "as": ["column", "size"]},
-            {"calculate": "toNumber(slice(datum.column, 1))", "as": "rank"},
-            {"calculate": f"{cats!r}[datum.rank]", "as": "category"},
-            {"stack": "size", "groupby": ["step"], "sort": [{"field": "rank"}], "as": ["y", "above"]},
-        ],
-        **mark(
-            "area",
-            {"interpolate": "step-after", "line": False, "clip": True},
-            x=x,
-            y=y,
-            y2={"field": "above"},
-            color=colour("category", {c: COLOURS[c] for c in cats}),
-        ),
-    }
+    look, hues = {"interpolate": "step-after", "line": False, "clip": True}, {c: COLOURS[c] for c in cats}
+    areas = mark("area", look, x=x, y=y, y2={"field": "above"}, color=colour("category", hues))
+    areas["transform"] = [
+        {"fold": list(columns), "as": ["column", "size"]},
+        {"calculate": "toNumber(slice(datum.column, 1))", "as": "rank"},
+        {"calculate": f"{cats!r}[datum.rank]", "as": "category"},
+        {"stack": "size", "groupby": ["step"], "sort": [{"field": "rank"}], "as": ["y", "above"]},
+    ]
     tips = [on("op:N"), on("step:Q"), on("ms:Q", format=",.3f")]
     for column, c in {"total": "total", **columns}.items():
         tips.append(on(f"{column}:Q", title=f"{c}, {bytes_unit(unit)[1]}", format=",.3f"))
@@ -344,7 +337,7 @@ def _areas(trace: Trace, run: Replay, x: Spec, y: Spec, unit: int, name: str) ->
     areas["params"] = [{"name": f"zoom_{name}", "bind": "scales", "select": zoom}]
     rule["params"] = [{"name": hover, "select": pointed}]
     fields = " ".join(["ms:Q step:Q op:N total:Q", *(f"{column}:Q" for column in columns)])
-    return {**drawn(fields, rows), "layer": [areas, rule]}
+    return drawn(fields, rows, areas, rule)
 
 
 def _phases(trace: Trace, run: Replay, x: Spec) -> Spec:
@@ -372,4 +365,4 @@ def _phases(trace: Trace, run: Replay, x: Spec) -> Spec:
     ]
     bands = mark("rect", {"clip": True}, x=x, x2={"field": "ms2"}, fill=fill)
     names = {"transform": wide, **mark("text", look, x=x, y={"value": 0}, text=on("phase:N"))}
-    return {**drawn("phase:N ms:Q ms2:Q", rows), "layer": [bands, names]}
+    return drawn("phase:N ms:Q ms2:Q", rows, bands, names)

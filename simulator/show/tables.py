@@ -23,10 +23,6 @@ class Cell:
     tone: str = ""
 
 
-def bytes_cell(nbytes: int | None) -> Cell:
-    return Cell(text=show_bytes(nbytes), sort=nbytes)
-
-
 def time_cell(time_ns: int | float | None) -> Cell:
     return Cell(text=show_time(time_ns), sort=time_ns)
 
@@ -47,7 +43,7 @@ def no(text: str = "no") -> Cell:
 
 # How the columns of `table` show a value; what is not here is shown as it is.
 SHOWN: Final[Mapping[str, Callable[[Any], Cell]]] = {
-    "bytes": bytes_cell,
+    "bytes": lambda value: Cell(show_bytes(value), value),
     "time": time_cell,
     "count": lambda value: Cell(UNKNOWN if value is None else f"{value:,}", value),
     "percent": percent_cell,
