@@ -343,15 +343,6 @@ class Instants:
         link = made & ~setting.wanted & ~setting.forced
         return list(components(self.problem, setting.wanted.tolist(), link.tolist(), self._known))
 
-    def quick_ns(self, budget_bytes: int, enough_ns: int) -> int:
-        """Return what instants by themselves show that every plan within the budget adds; ends where that is enough."""
-        most_ns = 0
-        for op in self.overfull(budget_bytes):
-            most_ns = max(most_ns, *(self.at(op).added(budget_bytes) or (0,))[:1])
-            if most_ns > enough_ns:
-                break
-        return most_ns
-
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look."""
         if budget_bytes not in self._bounds:

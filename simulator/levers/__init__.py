@@ -1,8 +1,8 @@
 """Levers: the ways in which a step is changed before anything is recomputed, in the order in which they are made.
 
 Each module of this room is one lever, or several that differ in a format: what can be changed (`offer`), in which order
-and in what steps it is worth trying (`ladders`), what a change does to the trace (`edit`), what it takes (`adds_ns`)
-and how a plan says it (`told`). A planner climbs ladders and knows nothing else; the executor builds what the edited
+and in what steps it is worth trying (`ladders`), what a change does to the trace (`edit`) and how
+a plan says it (`told`). A planner climbs ladders and knows nothing else; the executor builds what the edited
 trace says.
 """
 
@@ -45,10 +45,6 @@ class Lever:
     def edit(self, editing: Editing, rewrite: Rewrite) -> None:
         """Change the trace. Raises PlanError if the rewrite means nothing there."""
         self._ask("edit", editing, rewrite)
-
-    def adds_ns(self, problem: Problem, rewrite: Rewrite) -> int:
-        """By how much a rewrite makes the step longer, at least."""
-        return int(self._ask("adds_ns", problem, rewrite, otherwise=lambda *_: 0))
 
     def told(self, trace: Trace, rewrites: Sequence[Rewrite]) -> str:
         """What a plan's rewrites do, in words."""
@@ -123,12 +119,6 @@ def draft_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
         ("rewritten", key),
         lambda p: Problem(edited(Editing(trace, known), rewrites).trace(draft=True), p.constraints),
     )
-
-
-def ops_take_ns(problem: Problem, rewrites: Iterable[Rewrite]) -> int:
-    """Return what the ops of a changed step take at least, quickly found."""
-    adds = (problem.once(("adds", r), lambda p, r=r: LEVERS[r.kind].adds_ns(p, r)) for r in rewrites)  # type: ignore[misc]
-    return problem.trace.time_ns + sum(adds)
 
 
 def exactness_of(rewrites: Iterable[Rewrite]) -> str:

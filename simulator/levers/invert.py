@@ -42,13 +42,6 @@ def _users(problem: Problem) -> list[list[int]]:
     return problem.once(users_of, lambda p: users_of(p.trace))[1]
 
 
-def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
-    """By how much the step takes longer, at least: a copy may go."""
-    pair = pair_of(problem.trace, rewrite.storage, _users(problem)[rewrite.storage])
-    assert isinstance(pair, Pair)
-    return -problem.trace.ops.time_ns[pair.copy] if pair.copy >= 0 else 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """An activation and its op of backward, by their ids."""

@@ -112,17 +112,6 @@ def _of(trace: Trace, rewrite: Rewrite) -> Stretch:
     return next(tiled for tiled in trace.meta.stretches if tiled.storage == rewrite.storage)
 
 
-def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
-    """By how much a tiled stretch takes longer, at least."""
-    trace = problem.trace
-    stretch = _of(trace, rewrite)
-    rate = problem.once(pass_rate, lambda f: pass_rate(f.trace))
-    least_ns = problem.once(_least_ns, lambda f: _least_ns(f.trace))
-    number = min(rewrite.number, stretch.rows)
-    made_ns = sum(_time_ns(trace, part, number, rate, least_ns) for part in stretch.parts)
-    return made_ns - sum(trace.ops.time_ns[i] for i in {i for part in stretch.parts for i, _ in part.body})
-
-
 def names(trace: Trace, s: int) -> tuple[str, str]:
     """Return the names of the ops that stand for a storage's stretch, in forward and in backward."""
     name = f"{trace.ops.name[trace.storages.producer[s]]}_tiles"

@@ -10,7 +10,6 @@ Counts: each rung of a single ladder; of several, steps from rung to rung while 
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from simulator.bounds import Bound, bounder_of
 from simulator.core.facts import waiting_ns
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
-from simulator.levers import LEVERS, UNASKED, checked, draft_problem, exactness_of, in_order, ops_take_ns
+from simulator.levers import LEVERS, UNASKED, checked, draft_problem, exactness_of, in_order
 from simulator.levers.edit import Ladder, Wish
 from simulator.planners.outcome import Infeasible, percent
 from traces.errors import SpecError
@@ -104,6 +103,11 @@ def floor_of(problem: Problem, rewrites: Rewrites) -> int:
     return bounder_of(draft_problem(problem, rewrites)).floor.peak_bytes
 
 
+def time_of(problem: Problem, rewrites: Rewrites) -> int:
+    """The time in ns of the ops of the step so changed."""
+    return draft_problem(problem, rewrites).trace.time_ns
+
+
 def _measured(levers: Levers) -> tuple[str, ...]:
     return () if levers.errors is None else levers.errors.kinds
 
@@ -144,14 +148,6 @@ class Changed:
         return _least_ns(self.problem, self.bound.added_time_ns)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slower:
-    """A step as rewrites change it whose ops alone take longer than another step with its cheapest plan."""
-
-    rewrites: Rewrites
-    least_ns: int
-
-
 class Worth(NamedTuple):
     """The worth of a step: most if it may have a plan, the shorter the more; else the more, the less it needs."""
 
@@ -160,7 +156,7 @@ class Worth(NamedTuple):
     ops: int = 0  # of those without a plan the time of the ops, below 0
 
 
-NOTHING: Final = Worth(feasible=False, less=-MOST)  # not allowed, or slower than another
+NOTHING: Final = Worth(feasible=False, less=-MOST)  # not allowed
 
 
 class Chooser:
@@ -169,34 +165,19 @@ class Chooser:
     def __init__(self, problem: Problem, budget_bytes: int, levers: Levers) -> None:
         self.problem, self.budget_bytes, self.levers = problem, budget_bytes, levers
         self.judged: dict[Rewrites, Worth] = {}
-        self.steps: list[Changed | Slower] = []  # of which a plan may exist
-        self.best_ns = MOST  # of these
+        self.steps: list[Changed] = []  # of which a plan may exist
 
-    def run(self) -> list[Changed | Slower]:
-        """The steps of which a plan may exist, by rising bound, the first of which has one; where there is none, that
-        with the lowest floor."""
+    def run(self) -> list[Changed]:
+        """The steps of which a plan may exist, by rising bound; where there is none, that with the lowest floor."""
         self.worth(())
         if self.problem.saved.timeline.peak_allocated_bytes > self.budget_bytes:
             self._search()
-        self.steps.sort(key=promise_of)
-        while self.steps and isinstance(first := self.steps[0], Slower):
-            del self.steps[0]
-            if (found := self.changed(first.rewrites)).bound.feasible:
-                insort(self.steps, found, key=promise_of)
         lowest = max(self.judged, key=self.judged.__getitem__)
-        return self.steps or [self.changed(lowest)]
+        return sorted(self.steps, key=promise_of) or [self._changed(lowest)]
 
-    def changed(self, rewrites: Rewrites) -> Changed:
-        """The step so changed, with its bound."""
+    def _changed(self, rewrites: Rewrites) -> Changed:
         step = draft_problem(self.problem, rewrites)
         return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(self.budget_bytes))
-
-    def quick_ns(self, rewrites: Rewrites, enough_ns: int) -> int:
-        """Return what plans of the step so changed take at least, as soon found as that is enough."""
-        step = draft_problem(self.problem, rewrites)
-        if (alone_ns := _least_ns(step, 0)) >= enough_ns or enough_ns >= MOST:
-            return alone_ns
-        return _least_ns(step, bounder_of(step).quick_ns(self.budget_bytes, enough_ns - step.trace.time_ns))
 
     def worth(self, rewrites: Rewrites) -> Worth:
         """Return what the step so changed is worth."""
@@ -205,30 +186,22 @@ class Chooser:
         return self.judged[rewrites]
 
     def _judge(self, rewrites: Rewrites) -> Worth:
-        """Ask what takes least to say first: most steps are slower than one that is known."""
         if not allowed(rewrites, self.levers):
             return NOTHING
-        least_ns = ops_ns = ops_take_ns(self.problem, rewrites)
-        if least_ns < self.best_ns:
-            least_ns = self.quick_ns(rewrites, self.best_ns)
-        if least_ns >= self.best_ns:
-            self.steps.append(Slower(rewrites=rewrites, least_ns=least_ns))
-            return NOTHING
-        floor = floor_of(self.problem, rewrites)
-        if floor <= self.budget_bytes:
-            found = self.changed(rewrites)
-            if found.bound.feasible:
-                self.steps.append(found)
-                self.best_ns = min(self.best_ns, found.least_ns)
-                return Worth(feasible=True, less=-found.least_ns)
-        return Worth(feasible=False, less=-floor, ops=-ops_ns)
+        found = self._changed(rewrites)
+        if not found.bound.feasible:
+            return Worth(
+                feasible=False, less=-floor_of(self.problem, rewrites), ops=-found.problem.trace.time_ns
+            )
+        self.steps.append(found)
+        return Worth(feasible=True, less=-found.least_ns)
 
     def _search(self) -> None:
         """Climb in two orders, since each way ends where no one change helps: what takes no time first, with what the
         step may wait for or without. Where the former may do alone it goes first: few others come near its bound."""
         found = ladders(self.problem, self._wish())
         now_ns = self.problem.trace.time_ns
-        cheap = [x for x in found if ops_take_ns(self.problem, x.rungs[0]) <= now_ns]
+        cheap = [x for x in found if time_of(self.problem, x.rungs[0]) <= now_ns]
         plain = [x for x in cheap if not x.waits]
         orders = [[*first, *(x for x in found if x not in first)] for first in (plain, cheap)]
         may_do = self.worth(climb(cheap, self.worth)).feasible
@@ -237,7 +210,7 @@ class Chooser:
 
     def _wish(self) -> Wish:
         wish = Wish(levers=self.levers, budget_bytes=self.budget_bytes)
-        bound = next((x.bound for x in self.steps if isinstance(x, Changed)), None)
+        bound = next((x.bound for x in self.steps), None)
         if bound is None:
             return wish
         over = max(1, self.problem.saved.timeline.peak_allocated_bytes - self.budget_bytes)
@@ -246,7 +219,7 @@ class Chooser:
         return replace(wish, price=max(prices, key=lambda p: p[0] / p[1]))
 
 
-def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed | Slower]:
+def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
     """The step as it is and as levers change it, as `Chooser.run` has them; made once. Raises SpecError if a lever is
     asked for that is none, is not allowed or was not measured.
     """
@@ -264,10 +237,9 @@ def _least_ns(step: Problem, added_ns: int) -> int:
     return max(saved.step_time_ns, trace.time_ns + waits_ns + added_ns)
 
 
-def promise_of(step: Changed | Slower) -> tuple[int, ...]:
+def promise_of(step: Changed) -> tuple[int, ...]:
     """By what steps are told apart: the shorter first, of equals those that change less."""
-    slower = isinstance(step, Slower)
-    return step.least_ns, slower, len(step.rewrites), sum(r.number for r in step.rewrites)
+    return step.least_ns, len(step.rewrites), sum(r.number for r in step.rewrites)
 
 
 # Two steps of equal kinds are as good as one another if they differ by one of so many parts.
@@ -293,29 +265,18 @@ def plan_with_levers(
         BudgetError: there is none. The refusal is that of the step with the lowest peak, and names a lever that is not
             allowed and would help.
     """
-    chooser, close_ns = Chooser(problem, budget_bytes, levers), problem.trace.time_ns // CLOSE
+    close_ns, planned = problem.trace.time_ns // CLOSE, Counter[frozenset[str]]()
     best: Plan | None = None
     refusal: Infeasible | None = None
 
-    def promise(step: Changed | Slower) -> tuple[int, ...]:
+    def promise(step: Changed) -> tuple[int, ...]:
         return step.least_ns // max(1, close_ns), *promise_of(step)[1:], step.least_ns
 
     # By rising bound, few of equal kinds, as long as they may have a cheaper plan than the best so far.
-    steps, planned = (
-        sorted(changed_steps(problem, budget_bytes, levers), key=promise),
-        Counter[frozenset[str]](),
-    )
-    while steps:
-        step, best_ns = steps.pop(0), _time_ns(best)
-        kinds = frozenset(r.kind for r in step.rewrites)
+    for step in sorted(changed_steps(problem, budget_bytes, levers), key=promise):
+        best_ns, kinds = _time_ns(best), frozenset(r.kind for r in step.rewrites)
         near_ns = close_ns if planned[kinds] else 0
         if best and (step.least_ns >= best_ns - near_ns or planned[kinds] >= SEARCHED):
-            continue
-        if isinstance(step, Slower):
-            if best is None or chooser.quick_ns(step.rewrites, best_ns) < best_ns:
-                found = chooser.changed(step.rewrites)
-                if found.bound.feasible:
-                    insort(steps, found, key=promise)
             continue
         planned[kinds] += 1
         try:
@@ -354,7 +315,6 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     than the number of tiles of one head, in the combinations that were tried.
     """
     best = changed_steps(problem, budget_bytes, levers)[0]
-    assert isinstance(best, Changed)
     rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
     bound, time_ns = best.bound, problem.trace.time_ns
     tried = len({r.storage for r in rewrites}) > 1  # of one head, every number of tiles was tried

@@ -128,7 +128,7 @@ def test_settings_that_are_chosen_cost_no_more_than_those_that_are_given() -> No
         ({"alloc_conf": "expandable:True"}, "expandable_segments"),
         ({"device": "no-such-gpu"}, "no-such-gpu"),
         ({"device": "40 gigs"}, "unknown unit"),
-        ({"context": "1GiB"}, "parts of a device's memory"),
+        ({"context": "1GiB"}, "part of a device's memory"),
         ({"allow": "all"}, "give one of bit, fp, approximate"),
         ({"max_gradient_error": 0.1}, "of plans with --allow approximate"),
         ({"host_memory": "50%"}, "give a size"),

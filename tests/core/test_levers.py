@@ -11,7 +11,7 @@ from simulator.allocator.device import DeviceMemory
 from simulator.bounds import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.levers import ops_take_ns, rewritten, rewritten_problem, tile
+from simulator.levers import rewritten, rewritten_problem, tile
 from simulator.levers.edit import Editing, Ladder
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
@@ -400,9 +400,7 @@ def test_combinations_are_found_from_either_end(
     packed = (Rewrite(kind="bits", storage=0),)
     half = (Rewrite(kind="offload", storage=1, bytes_per_s=1),)
     whole = (*half, Rewrite(kind="offload", storage=2, bytes_per_s=1))
-    monkeypatch.setattr(
-        levers, "ops_take_ns", lambda problem, rewrites: head().time_ns + (rewrites is packed)
-    )
+    monkeypatch.setattr(levers, "time_of", lambda problem, rewrites: head().time_ns + (rewrites is packed))
     monkeypatch.setattr(levers, "ladders", lambda *_: [rungs(packed), rungs(half, whole, waits=True)])
     best, worth = (*packed, *half), {packed: 2, half: 1, whole: 3, (*packed, *half): 5}
     if found == "all copies alone":
@@ -425,7 +423,7 @@ def test_of_equal_floors_that_of_the_shorter_step_is_worth_more(monkeypatch: pyt
     monkeypatch.setattr(levers, "floor_of", lambda problem, rewrites: 1000)
     problem, few, many = Problem(head(4)), (in_tiles(2),), (in_tiles(4),)
     chooser = Chooser(problem, 10, Levers(allow="fp"))
-    assert ops_take_ns(problem, few) < ops_take_ns(problem, many)
+    assert levers.time_of(problem, few) < levers.time_of(problem, many)
     assert chooser.worth(()) > chooser.worth(few) > chooser.worth(many)
 
 

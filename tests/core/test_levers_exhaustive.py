@@ -9,7 +9,7 @@ from dataclasses import replace
 from simulator.bounds import Instants
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.levers import ops_take_ns, rewritten, tile
+from simulator.levers import rewritten, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.levers import changed_steps, lower_bound, lowest_floor, plan_with_levers
@@ -72,7 +72,6 @@ def test_the_bound_holds_for_every_plan_of_every_number_of_tiles() -> None:
         fronts = {}  # peak -> least time of the whole step, of each number of tiles
         for rewrites in ((), *((r,) for r in tile.offer(Problem(of)))):
             step = rewritten(of, rewrites)
-            assert of.time_ns - 1000 < ops_take_ns(problem, rewrites) <= step.time_ns
             front = frontier(step, drops=0, anywhere=True)
             assert front is not None
             fronts[rewrites] = {peak: step.time_ns - of.time_ns + ns for peak, ns in front.items()}

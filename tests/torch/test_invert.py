@@ -14,7 +14,7 @@ from torch.nn import functional  # noqa: E402
 from executor.inverted import ops  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.levers import exactness_of, ops_take_ns, rewritten_problem  # noqa: E402
+from simulator.levers import exactness_of, rewritten_problem  # noqa: E402
 from simulator.levers.invert import offer  # noqa: E402
 from simulator.levers.pack import offer as packable  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
@@ -115,7 +115,6 @@ def test_with_other_rewrites_and_recomputation(
         assert plan.exactness == "approximate"
         assert verify(load_spec(SPEC, {}), plan, steps=1).equal
     problem = rewritten_problem(Problem(trace), rewrites)
-    assert ops_take_ns(Problem(trace), rewrites) <= problem.trace.time_ns
     made = plan_with("search", problem, problem.saved.timeline.peak_allocated_bytes * 75 // 100)
     assert made.actions
     plan = Plan(meta=trace.meta, rewrites=rewrites, actions=made.actions, exactness="fp")
