@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -317,23 +316,10 @@ def in_hand(
     return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
 
 
-# Whether the caller has ever frozen what exists: Python counts all of that anew when it is asked, a tenth of a second.
-_frozen = False
-
-
 @contextmanager
 def left_as_found(tf32: bool) -> Iterator[None]:
-    """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it.
-
-    What exists already is not searched for garbage meanwhile.
-    """
+    """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it."""
     import torch
-
-    global _frozen
-    _frozen = _frozen or bool(gc.get_freeze_count())
-    freeze = not _frozen
-    if freeze:
-        gc.freeze()
 
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     state = random.getstate()
@@ -353,7 +339,5 @@ def left_as_found(tf32: bool) -> Iterator[None]:
         random.setstate(state)
         for place, value in zip(places, allowed, strict=True):
             place.allow_tf32 = value
-        if freeze:
-            gc.unfreeze()
         if live:
             torch.cuda.set_device(current)

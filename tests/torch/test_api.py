@@ -31,7 +31,7 @@ from simulator.core.problem import Problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from simulator.prediction.step import text, warnings_of  # noqa: E402
 from tests.core.test_readme import measurement  # noqa: E402
-from tracer import api, trace  # noqa: E402
+from tracer import trace  # noqa: E402
 from traces.errors import CaptureError, PlanError, SpecError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
@@ -418,20 +418,11 @@ def test_what_python_refuses_names_arguments_and_not_flags() -> None:
             trace("resnet18", **options)
 
 
-def test_what_was_searched_for_garbage_before_is_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_searched_for_after_a_trace_as_before() -> None:
     net, batch, optimizer = held()
-    gc.unfreeze()  # of what the suite froze
-    monkeypatch.setattr(api, "_frozen", False)
-    try:
-        assert gc.isenabled()
-        trace(net, batch, functional.cross_entropy, optimizer)
-        assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
-        with pytest.raises(SpecError):
-            trace("no such model")
-        assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
-        gc.freeze()  # by a caller, whose it stays
-        with pytest.raises(SpecError):
-            trace("no such model")
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.freeze()
+    assert gc.isenabled()
+    trace(net, batch, functional.cross_entropy, optimizer)
+    assert gc.isenabled()
+    with pytest.raises(SpecError):
+        trace("no such model")
+    assert gc.isenabled()

@@ -20,7 +20,7 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
 from tracer.measure.probes import Probe, Timer, settle  # noqa: E402
 from tracer.measure.runner import GraphRunner, step_code, takeovers  # noqa: E402
-from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
+from tracer.measure.step import measure, with_the_rest  # noqa: E402
 from tracer.record.program import inplace_twin  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
@@ -217,21 +217,6 @@ def test_a_timer_s_targets_are_the_trace_s() -> None:
         assert timer.targets == list(fake.trace.ops.target)
         assert len(timer.finish()) == len(fake.trace.ops)
     assert timer.finish() == timer.targets == []
-
-
-@pytest.mark.parametrize(
-    ("samples", "times"),
-    [
-        ([[10, 20, 30]], [10, 20, 30]),
-        # One round of three was delayed in its first op: neither its median nor the median round knows.
-        ([[10, 20, 30], [10, 20, 30], [100, 20, 30]], [10, 20, 30]),
-        # Each round was delayed by 30, always elsewhere: medians 10, 20, 30, but a round takes 90.
-        ([[40, 20, 30], [10, 50, 30], [10, 20, 60]], [15, 30, 45]),
-        ([[0, 0], [0, 0]], [0, 0]),
-    ],
-)
-def test_typical_times_sum_to_the_median_round(samples: list[list[int]], times: list[int]) -> None:
-    assert typical(samples) == times
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def measure(
 
     Args:
         draft: the same step on fake tensors of the same device.
-        rounds: timed rounds; see `typical`. In a rehearsal nothing is timed.
+        rounds: timed rounds, of which each op's median counts. In a rehearsal nothing is timed.
         say: told how many timed rounds are done, and what makes the times doubtful.
 
     Raises:
@@ -127,7 +127,8 @@ def measure(
     if rehearsed:
         times = [cost.time_ns for cost in draft.priced(draft.costs)]
     else:
-        times = with_the_rest(typical(samples), flags, int(statistics.median(wholes)))
+        medians = [round(statistics.median(column)) for column in zip(*samples, strict=True)]
+        times = with_the_rest(medians, flags, int(statistics.median(wholes)))
 
     def source(target: str) -> str:
         # How large a buffer cuDNN would ask for, only a GPU knows.
@@ -147,23 +148,12 @@ def measure(
     return Measured(draft=draft, costs=costs, workspaces=kept, header=header)
 
 
-def typical(samples: Sequence[Sequence[int]]) -> list[int]:
-    """Times of ops that sum to the time of the median round, from the times in each round.
-
-    Each op gets its median over the rounds. Delays strike one op or another and only ever make it slower, so these
-    medians sum to less than what a round typically takes; what is missing is shared by all in proportion.
-    """
-    medians = [statistics.median(column) for column in zip(*samples, strict=True)]
-    wanted, together = statistics.median(sum(s) for s in samples), sum(medians)
-    return [round(m * wanted / together) if together else 0 for m in medians]
-
-
 def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) -> list[int]:
     """Times of ops that sum to the time of a whole step, which nobody watched.
 
-    What a step takes beside its ops is Python, autograd's engine, and the release of memory that nobody needs any
-    more. All ops but views share it evenly. If the ops alone took longer than the whole step, the watching cost that,
-    and all are scaled.
+    What a step takes beside its ops is Python, autograd's engine, the release of memory that nobody needs any more, and
+    delays, which strike one op or another and are in no median. All ops but views share it evenly. If the ops alone
+    took longer than the whole step, the watching cost that, and all are scaled.
     """
     rest, together = whole_ns - sum(times_ns), sum(times_ns)
     takers = [i for i, f in enumerate(flags) if not f & VIEW]

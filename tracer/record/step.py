@@ -40,7 +40,7 @@ from tracer.step.loop import Enough, TrainingStep, run_step
 from tracer.step.loop_options import ORDINARY
 from tracer.step.step import BuildStep, load_spec
 from tracer.step.user_errors import explained
-from tracer.torch_api import FakeTensorMode, pytree, replaced
+from tracer.torch_api import FakeTensorMode, no_garbage, pytree, replaced
 from traces.devices import Device, board_of
 from traces.devices import device as device_entry
 from traces.errors import CaptureError, SpecError
@@ -98,6 +98,7 @@ def capture_step(
     return capturing(step.model, step.args, step.kwargs, wanted, target, step.autocast)
 
 
+@no_garbage()
 def trace_step(
     build: BuildStep,
     target: Device,
