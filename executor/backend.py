@@ -272,6 +272,15 @@ class Compiler:
         )
 
 
+def check_parts(**given: Any) -> None:
+    """Raise SpecError if something is given that only a step captured whole can be planned by."""
+    if unfit := [name for name, value in given.items() if value]:
+        raise SpecError(
+            f"{unfit[0]} is for a step that is captured whole, and parts of one (parts=True) are planned each for "
+            "itself, to shares of its allocated memory: leave one of the two out."
+        )
+
+
 def trace_of(program: Program, kind: str) -> Trace:
     """A program's forward and backward as a trace with the costs of its ops, each run by itself.
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.backend import REPLAN, Compiler, Say, on_stderr
+from executor.backend import REPLAN, Compiler, Say, check_parts, on_stderr
 from executor.fitting.gradient_errors import plan_measured
 from executor.training.module import bare, compiler_of, install
 from executor.training.planning import Clock, Wanted, in_words, plan_within, record
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.step import UNTOUCHED_LESS, text, warnings_of
+from traces.records.plan import RESERVED
 
 
 def fit(
@@ -65,7 +66,7 @@ def fit(
             measured on this batch, and that of the plan, in which it stands.
         on_mismatch: as in `apply_plan`.
         parts: where torch.compile breaks the graph of the model, each part is planned to this share, which the budget
-            then has to be, once it runs; nothing is planned before.
+            then has to be, once it runs; nothing is planned before, and what is of a whole step is refused.
         say: told what happens, a line each time.
 
     Returns:
@@ -76,6 +77,14 @@ def fit(
         SpecError, CaptureError: as `tracer.trace`. OptimizerError: the model without its optimizer may be planned.
     """
     if parts:
+        check_parts(
+            budget_of=budget_of == RESERVED,
+            release_gradients=release_gradients,
+            join_loss=join_loss,
+            allow=allow != "bit",
+            levers=levers,
+            max_gradient_error=max_gradient_error,
+        )
         made = Compiler(
             budget=budget, on_mismatch=on_mismatch, parts=True, planner=planner, seconds=seconds, say=say
         )

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.backend import REPLAN, Compiler, Say, on_stderr
+from executor.backend import REPLAN, Compiler, Say, check_parts, on_stderr
 from executor.training.module import STATE, compiler_of, install, remove_plan
 from executor.training.planning import Wanted, loss_of, plan_within, record
 from simulator.core.limits import DEFAULTS
 from tracer.step.batch import SplitBatch
 from traces.errors import SpecError
-from traces.records.plan import Plan
+from traces.records.plan import RESERVED, Plan
 
 
 class FirstBatchCallback:
@@ -47,17 +47,19 @@ class FirstBatchCallback:
                 loss code allocates; None: all outputs are, and nothing.
             on_mismatch: what to do with a batch that the plan is not for; as in `executor.apply_plan`.
             parts: plan what lies between graph breaks to its share of the budget, as in `executor.fit`; with a plan, as
-                in `executor.apply_plan`. `budget_of` and `loss` then decide nothing.
+                in `executor.apply_plan`. Excludes reserved memory and `loss`.
             seconds: of the search for a plan.
             say: told what happens, a line each time.
 
         Raises:
-            SpecError: neither budget nor plan, or both; PlanError: the file is no plan.
+            SpecError: neither budget nor plan, or both, or what parts exclude; PlanError: the file is no plan.
             EnvironmentProblem: the framework is not installed.
         """
         super().__init__()
         if (budget is None) == (plan is None):
             raise SpecError("PlanCallback takes a budget or a plan.")
+        if parts:
+            check_parts(budget_of=budget_of == RESERVED, loss=loss)
         self.plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
         self.budget, self.budget_of, self.seconds = budget, budget_of, seconds
         self.loss, self.on_mismatch, self.parts, self.say = loss, on_mismatch, parts, say

@@ -173,6 +173,8 @@ class Graph:
             if hand_over.wanted(of(), parameters, self.released):
                 # Autograd must not reach the parameters themselves, which get their gradients by the pool.
                 self.pool = self.pool or hand_over.Pool()
+                if self.released:
+                    self.pool.check_none_dropped()
                 known.parameters = parameters
                 for k in places:
                     values[k] = values[k].detach().requires_grad_(values[k].requires_grad)
@@ -192,7 +194,7 @@ class Graph:
                 False
             )  # an output that the loss does not use has no gradient, not zeros
             if known.parameters and self.pool is not None:
-                self.pool.pending.add(known)
+                self.pool.add(known)
             return outputs
 
         return torch.compiler.disable(call)

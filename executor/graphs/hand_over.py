@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from executor.rewrite import HANDED
 from tracer.step.release import hand, hands_over
 from tracer.torch_api import BoxedCodeGen, execution_engine
+from traces.errors import PlanError
 
 Backward = Callable[[list[Any]], Any]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
@@ -48,7 +49,25 @@ class Pool:
     """The calls of one module whose backward is to come, and what those that ran have left for the last of them."""
 
     pending: WeakSet[Any] = field(default_factory=WeakSet)
+    open: int = 0  # calls whose backward has not run, dropped ones too
     sums: dict[int, tuple[nn.Parameter, torch.Tensor]] = field(default_factory=dict)  # by the parameter's id
+
+    def add(self, call: Any) -> None:
+        """Await the backward of a call."""
+        self.pending.add(call)
+        self.open += 1
+
+    def check_none_dropped(self) -> None:
+        """Raise PlanError, once, if a call was dropped without its backward, as where that is given `inputs=`: autograd
+        sees no way from the loss to the parameters, and runs nothing.
+        """
+        dropped, self.open = self.open > len(self.pending), len(self.pending)
+        if dropped:
+            raise PlanError(
+                "an earlier training call was dropped before its backward ran, so that no parameter got a gradient of "
+                "it. backward(inputs=...) does that where the plan is of a loop that frees gradients: call backward() "
+                "without inputs. If the call needs no backward, run it inside `with unplanned(model):`."
+            )
 
     def backward(
         self,
@@ -67,6 +86,7 @@ class Pool:
         Returns:
             that sequence, with None for the parameters.
         """
+        self.open -= call in self.pending
         self.pending.discard(call)
         if self.pending:  # maybe in this same backward: nobody knows before its end
             gradients = list(module.forward(values))

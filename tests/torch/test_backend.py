@@ -146,6 +146,23 @@ def test_a_model_is_planned_in_parts() -> None:
     assert ".sum()) > 1e9" in receipt.breaks[0]
 
 
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"budget_of": "reserved"},
+        {"release_gradients": True},
+        {"join_loss": True},
+        {"allow": "fp"},
+        {"levers": ["offload"]},
+        {"max_gradient_error": 0.1},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_parts_exclude_what_only_a_whole_step_can_be_planned_by(whole: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"^{next(iter(whole))} is for a step that is captured whole"):
+        fit(Broken(), (torch.randn(256, 32),), budget="60%", parts=True, **whole)
+
+
 def test_a_plan_of_the_whole_is_for_its_parts_by_its_share() -> None:
     trace = recorded(
         build_of(lambda: (Deep(), torch.randn(256, 32), lambda y: y.square().mean(), None))

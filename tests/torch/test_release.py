@@ -343,6 +343,24 @@ def test_a_loss_that_uses_a_parameter_too_is_refused_where_gradients_are_freed()
         recorded(looped(penalised, RELEASE))
 
 
+def test_a_backward_that_passes_the_parameters_by_is_told() -> None:
+    """backward(inputs=...) runs nothing of a step whose parameters get their gradients inside it."""
+    model, (x, y) = wide_step()
+    own_hooks(model)
+    settings: Any = {"budget": "100%", "release_gradients": True, "say": lambda line: None}
+    planned = fit(model, (x, y), loss=functional.mse_loss, optimizer="sgd", **settings)
+    before = planned.c.weight.clone()
+    functional.mse_loss(planned(x), y).backward(inputs=[planned.c.weight])
+    assert torch.equal(planned.c.weight, before)
+    with pytest.warns(
+        UserWarning, match="without the plan: an earlier training call was dropped before its backward"
+    ):
+        planned(x)
+    functional.mse_loss(planned(x), y).backward()
+    functional.mse_loss(planned(x), y).backward()
+    assert not torch.equal(planned.c.weight, before)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
