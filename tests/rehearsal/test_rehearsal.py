@@ -214,6 +214,37 @@ def test_models_by_name_run_and_become_steady(model: str, options: dict[str, Any
         assert bool([w for w in found.warnings if w.code == ASSUMED]) == (model == "resnet18")
 
 
+CONVOLVED = """
+import torch
+x, w = torch.zeros(32, 3, 224, 224, device="cuda"), torch.zeros(64, 3, 7, 7, device="cuda")
+torch.cuda.reset_peak_memory_stats()
+before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+y = torch.nn.functional.conv2d(x, w, stride=2, padding=3)
+torch.cuda.empty_cache()
+print("WORKSPACE", torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - y.nbytes)
+q = torch.zeros(2, 8, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+    torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+print("GRADIENT", q.grad is not None)
+"""
+
+
+def test_cudnn_itself_tells_its_workspaces(tmp_path: Path) -> None:
+    """It plans for the GPU that is described to it: here the first convolution of a ResNet, and attention.
+
+    On an H100 it chooses a kernel for channels last, and copies image, weight and result there and back.
+    """
+    command = ["rehearse", "--gpu", "h100", "--", "python", script(tmp_path, CONVOLVED)]
+    done = subprocess.run(
+        [sys.executable, "-m", "executor", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("WORK", "GRAD")))
+    images, weight, result = 4 * 32 * 3 * 224 * 224, 4 * 64 * 3 * 7 * 7, 4 * 32 * 64 * 112 * 112
+    assert images + weight + result <= int(told["WORKSPACE"]) < images + weight + result + MIB
+    assert told["GRADIENT"] == "True"
+
+
 @pytest.mark.slow
 def test_the_allocators_settings_reach_torch(step: str) -> None:
     plain, growing = rehearse(step, "h100"), rehearse(step, "h100", alloc_conf="expandable_segments:True")

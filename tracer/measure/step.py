@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tracer.costs.cost import MEASURED, NONE, REHEARSED, Cost
+from tracer.costs.cost import MEASURED, REHEARSED, Cost
 from tracer.costs.rows import LibraryWorkspace
 from tracer.costs.signature import Signature
 from tracer.measure.probes import CudaTimer, Probe, Timer, cpu_allocations, cuda_allocations, settle
@@ -33,7 +33,7 @@ from tracer.record.draft import Draft
 from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.provenance import alloc_conf, rehearsing
-from traces.records.trace import CUDNN_DECIDES, VIEW, Trace
+from traces.records.trace import VIEW, Trace
 from traces.units import show_time
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
@@ -130,12 +130,9 @@ def measure(
         medians = [round(statistics.median(column)) for column in zip(*samples, strict=True)]
         times = with_the_rest(medians, flags, int(statistics.median(wholes)))
 
-    def source(target: str) -> str:
-        # How large a buffer cuDNN would ask for, only a GPU knows.
-        return (NONE if target in CUDNN_DECIDES else REHEARSED) if rehearsed else MEASURED
-
+    source = REHEARSED if rehearsed else MEASURED
     costs = tuple(
-        Cost(time_ns=t, events=settle(e, created), source="" if row.flags & VIEW else source(row.target))
+        Cost(time_ns=t, events=settle(e, created), source="" if row.flags & VIEW else source)
         for t, e, created, row in zip(times, events, draft.created_bytes, draft.rows, strict=True)
     )
     header: dict[str, Any] = {

@@ -52,9 +52,9 @@ def rehearse(
     """Run a training loop on a GPU that is not there, with torch's own CUDA code, and return what memory it took.
 
     Everything that decides memory is host code and runs for real: autograd, the optimizer, the choice of kernels, the
-    caching allocator. Counts: what torch's allocator hands out, temporaries inside ops included. Ignores: values (all
-    zeros), times and what is chosen by them (autotuning), the buffers that cuDNN, cuFFT, cuSOLVER and cuSPARSE ask for
-    (counted as empty, with a warning).
+    caching allocator; cuDNN plans for the GPU that is described to it. Counts: what torch's allocator hands out,
+    temporaries inside ops included. Ignores: values (all zeros), times and what is chosen by them (autotuning), the
+    buffers that cuFFT, cuSOLVER, cuSPARSE and a batch norm of cuDNN's ask for (counted as empty, with a warning).
 
     Args:
         model: a name that `trace` knows, "file.py:function", or a script with a training loop of its own.

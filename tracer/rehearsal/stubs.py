@@ -18,10 +18,10 @@ from traces.errors import EnvironmentProblem
 # Libraries that the null driver stands for. cuFile and nvshmem stay what they are, and say that they cannot work.
 _OURS: Final = re.compile(r"(?:__cuda|cuda|cu(?=[A-Z])|cublas|cudnn|cufft|cupti|cusolver|cusparse|nccl)\w*")
 _NOT_OURS: Final = re.compile(r"cuFile\w*")
-# Pure functions, which the real libraries answer without a device.
+# What the real libraries answer without a device.
 _REAL: Final = re.compile(
     r"cublasLtGet(Cudart)?Version|\w*Get(LastErrorString|ErrorString|StatusString|StatusName|Property|CudartVersion)|"
-    r"cudnnGetVersion|ncclGetVersion|ncclGetLastError"
+    r"cudnnBackendGetAttribute|cudnnGetVersion|cudnnGetLastErrorString|ncclGetVersion|ncclGetLastError"
 )
 _CREATES: Final = re.compile(r"(cublas|cudnn|cusolver|cusparse)(?!Get)\w*[cC]reate\w*")
 # These give results to the host, or sizes, by pointers that somebody has to know.

@@ -623,6 +623,17 @@ int cudaDeviceGetAttribute(int *value, int which, int device) {
   return OK;
 }
 
+void null_describe(char *text, size_t size) {
+  snprintf(text, size,
+           "{\"deviceName\":\"%s\",\"deviceVer\":%d,\"driverVer\":%d,\"cudaDeviceId\":0,\"pciDeviceId\":0,\"isTccDriver\":0,\"supportCoopLaunch\":1,"
+           "\"maxGridSize\":[2147483647,65535,65535],\"maxBlockSize\":[1024,1024,64],\"maxThreadsPerBlock\":1024,\"warpSize\":32,"
+           "\"regsPerBlock\":65536,\"maxRegistersPerSM\":65536,\"multiProcessorCount\":%d,\"smCountOrigin\":0,\"maxThreadsPerSM\":%d,\"maxCtasPerSM\":%d,"
+           "\"maxSharedMemoryPerBlock\":49152,\"maxSharedMemoryPerBlockOptin\":%d,\"reservedSharedMemoryPerBlock\":%d,"
+           "\"smClockRateKHz\":%d,\"memClockRateKHz\":%d,\"l2CacheSize\":%d,\"totalGlobalMem\":%llu}",
+           gpu.name, 100 * gpu.major + 10 * gpu.minor, number("CUDA", 13000), gpu.multiprocessors, gpu.threads, gpu.blocks, gpu.shared_optin,
+           attribute(111), gpu.clock_khz, gpu.memory_khz, gpu.l2, gpu.memory);
+}
+
 // cudaDeviceProp: CUDA 13 left out seven members of CUDA 12.
 #define PROPERTIES(NAME, OLD)                                                                                          \
   typedef struct {                                                                                                     \
@@ -858,6 +869,20 @@ int cuCtxSetLimit(int limit, size_t value) { return OK; }
 int cuCtxGetLimit(size_t *value, int limit) {
   *value = 0;
   return OK;
+}
+
+int cuLibraryLoadData(void **library, const void *code, int *o, void **v, unsigned n, int *lo, void **lv, unsigned ln) { return cuModuleLoadData(library, code); }
+int cuLibraryGetKernel(void **kernel, void *library, const char *name) { return cuModuleLoadData(kernel, 0); }
+int cuLibraryUnload(void *library) { return OK; }
+int cuKernelGetAttribute(int *value, int which, void *kernel, int device) { return cuFuncGetAttribute(value, which, kernel); }
+int cuKernelSetAttribute(int which, int value, void *kernel, int device) { return OK; }
+// cuDNN's run-time compiler wants these to be there, and calls none of them.
+#define LACKING(name) int name(void) { return null_missing(#name); }
+LACKING(cuCtxPopCurrent) LACKING(cuCtxPushCurrent) LACKING(cuStreamGetCtx) LACKING(cuLinkCreate) LACKING(cuLinkAddData)
+LACKING(cuLibraryLoadFromFile) LACKING(cuOccupancyMaxPotentialClusterSize)
+int cuGetExportTable(const void **table, const void *id) {
+  *table = 0;
+  return 500;  // CUDA_ERROR_NOT_FOUND
 }
 
 // torch looks up all that it may ever call, so that a function is missing is said when it is called: by one of these.

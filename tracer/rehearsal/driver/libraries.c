@@ -1,6 +1,8 @@
 // What of cuBLAS, cuDNN and cuFFT answers something. Functions that only compute, or set what nobody asks for,
 // are made by tracer/rehearsal/stubs.py, as are those that nobody wrote yet, which say so.
 #include "null.h"
+#include <dlfcn.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -37,116 +39,76 @@ int cudnnGetStream(void *handle, void **stream) {
   return OK;
 }
 
-// ---- cuDNN's graphs: one engine for everything ----------------------------------------------------------------------
+// ---- cuDNN's graphs: the real library, told of the device ----------------------------------------------------------------
 
-// A descriptor remembers what it was told. What cuDNN would work out is answered by rule: there is one engine, without
-// knobs and notes, and its workspace is empty.
-typedef struct Attribute { int name, type; int64_t count; void *values; struct Attribute *next; } Attribute;
-typedef struct { int type; Attribute *first; } Descriptor;
-enum { BOOLEAN = 2, INT64 = 3, FLOAT = 4, DOUBLE = 5, POINTER = 6, BACKEND_DESCRIPTOR = 15, INT32 = 23, CHAR = 24, FRACTION = 26 };
-enum {
-  HEURISTIC_GRAPH = 201, HEURISTIC_RESULTS = 202, CONFIG_ENGINE = 300, CONFIG_KNOBS = 302, CONFIG_WORKSPACE = 303, CONFIG_SHARED = 304,
-  PLAN_WORKSPACE = 402, PLAN_JSON = 405, GRAPH_ENGINES = 802, ENGINE_GRAPH = 1300, ENGINE_INDEX = 1301, ENGINE_KNOBS = 1302,
-  ENGINE_NUMERICAL_NOTE = 1303, ENGINE_BEHAVIOR_NOTE = 1305, CACHE_HAS_IT = 2401
-};
-enum { ENGINE_DESCRIPTOR = 2 };
+// From 9.8 on cuDNN plans for a device that is described to it in JSON ("deviceless ahead-of-time compilation" in its
+// documentation): descriptors, heuristics, engines and workspaces are its own. What asks for the device is told of it, handles,
+// which only a device has, are left out, and nothing is executed.
+static int no_cudnn() { return null_missing("cuDNN 9.8 or later"); }
+static int (*real(const char *function))() {
+  static void *library;
+  if (!library) library = dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_NOLOAD);  // which torch has loaded for itself
+  int (*found)() = library ? (int (*)())dlsym(library, function) : 0;
+  return found ? found : no_cudnn;
+}
+enum { HANDLE = 0, CHAR = 24, DESCRIPTOR = 15 };                              // cudnnBackendAttributeType_t
+enum { ENGINE = 2, HEURISTICS = 4, PLAN = 5, DEVICE = 38, DEVICE_JSON = 2702 };  // descriptors; an attribute
 
-static size_t width(int type) {
-  switch (type) {
-    case 0: case INT64: case DOUBLE: case POINTER: case BACKEND_DESCRIPTOR: return 8;
-    case BOOLEAN: case CHAR: return 1;
-    case FRACTION: return 16;
-    default: return 4;  // enumerations, FLOAT and INT32
+typedef struct Open { void *descriptor; int attribute; struct Open *next; } Open;  // made, not finalized, wants the device
+static Open *open_descriptors;
+static pthread_mutex_t cudnn_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void *device(void) {
+  static void *one;
+  char text[2048];
+  pthread_mutex_lock(&cudnn_lock);
+  if (!one && real("cudnnBackendCreateDescriptor")(DEVICE, &one) == OK) {
+    null_describe(text, sizeof text);
+    real("cudnnBackendSetAttribute")(one, DEVICE_JSON, CHAR, (int64_t)strlen(text), text);
+    if (real("cudnnBackendFinalize")(one) != OK) null_missing("cuDNN for this GPU");
   }
+  pthread_mutex_unlock(&cudnn_lock);
+  return one;
 }
-static Attribute *find(const Descriptor *d, int name) {
-  Attribute *a = d->first;
-  while (a && a->name != name) a = a->next;
-  return a;
-}
-static void put(Descriptor *d, int name, int type, int64_t count, const void *values) {
-  Attribute *a = find(d, name);
-  if (!a) {
-    a = calloc(1, sizeof *a);
-    a->name = name;
-    a->next = d->first;
-    d->first = a;
-  }
-  free(a->values);
-  a->type = type;
-  a->count = count;
-  a->values = malloc(count * width(type) + 1);
-  memcpy(a->values, values, count * width(type));
-}
-static void forget(Descriptor *d) {
-  for (Attribute *a = d->first, *next; a; a = next) {
-    next = a->next;
-    free(a->values);
-    free(a);
-  }
-  d->first = 0;
-}
-static void copy(Descriptor *to, const Descriptor *from) {
-  forget(to);
-  for (Attribute *a = from->first; a; a = a->next) put(to, a->name, a->type, a->count, a->values);
-}
-int cudnnBackendCreateDescriptor(int type, Descriptor **d) {
-  *d = calloc(1, sizeof **d);
-  (*d)->type = type;
+int cudnnBackendCreateDescriptor(int type, void **descriptor) {
+  int status = real("cudnnBackendCreateDescriptor")(type, descriptor);
+  int attribute = type == ENGINE ? 1307 : type == HEURISTICS ? 204 : type == PLAN ? 407 : 0;  // CUDNN_ATTR_..._DEVICEPROP
+  if (status || !attribute) return status;
+  Open *o = malloc(sizeof *o);
+  pthread_mutex_lock(&cudnn_lock);
+  *o = (Open){*descriptor, attribute, open_descriptors};
+  open_descriptors = o;
+  pthread_mutex_unlock(&cudnn_lock);
   return OK;
 }
-int cudnnBackendDestroyDescriptor(Descriptor *d) {
-  if (d) forget(d);
-  free(d);
-  return OK;
+static int closed(void *descriptor) {  // what it wants the device by, or 0; once
+  int attribute = 0;
+  pthread_mutex_lock(&cudnn_lock);
+  for (Open **p = &open_descriptors; *p; p = &(*p)->next)
+    if ((*p)->descriptor == descriptor) {
+      Open *o = *p;
+      attribute = o->attribute;
+      *p = o->next;
+      free(o);
+      break;
+    }
+  pthread_mutex_unlock(&cudnn_lock);
+  return attribute;
 }
-int cudnnBackendFinalize(Descriptor *d) { return OK; }
-int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *arguments) { return OK; }
-int cudnnBackendSetAttribute(Descriptor *d, int name, int type, int64_t count, const void *values) {
-  put(d, name, type, count, values);
-  return OK;
+int cudnnBackendSetAttribute(void *descriptor, int name, int type, int64_t count, const void *values) {
+  return type == HANDLE ? OK : real("cudnnBackendSetAttribute")(descriptor, name, type, count, values);
 }
-static int one(int64_t *found, int64_t room, void *to, int64_t value, size_t size) {
-  if (found) *found = 1;
-  if (room > 0 && to) memcpy(to, &value, size);
-  return OK;
+int cudnnBackendFinalize(void *descriptor) {
+  int attribute = closed(descriptor);
+  void *of = attribute ? device() : 0;
+  if (attribute) real("cudnnBackendSetAttribute")(descriptor, attribute, DESCRIPTOR, (int64_t)1, &of);
+  return real("cudnnBackendFinalize")(descriptor);
 }
-int cudnnBackendGetAttribute(const Descriptor *d, int name, int type, int64_t room, int64_t *found, void *to) {
-  int64_t ignored;
-  if (!found) found = &ignored;
-  Attribute *a = find(d, name);
-  switch (name) {
-    case HEURISTIC_RESULTS:  // the caller made the configurations that are filled here
-      *found = 1;
-      if (room > 0 && to) {
-        Descriptor *engine, *config = *(Descriptor **)to;
-        Attribute *graph = find(d, HEURISTIC_GRAPH);
-        int64_t index = 0;
-        cudnnBackendCreateDescriptor(ENGINE_DESCRIPTOR, &engine);
-        if (graph) put(engine, ENGINE_GRAPH, graph->type, graph->count, graph->values);
-        put(engine, ENGINE_INDEX, INT64, 1, &index);
-        put(config, CONFIG_ENGINE, BACKEND_DESCRIPTOR, 1, &engine);  // small, and lives as long as the process
-      }
-      return OK;
-    case PLAN_WORKSPACE: case CONFIG_WORKSPACE:
-      null_assumed("cuDNN");
-      return one(found, room, to, 0, 8);
-    case CONFIG_SHARED: return one(found, room, to, 0, 4);
-    case CACHE_HAS_IT: return one(found, room, to, 0, 1);
-    case GRAPH_ENGINES: return one(found, room, to, 1, 8);
-    case PLAN_JSON: return one(found, room, to, 0, 1);
-    case ENGINE_KNOBS: case ENGINE_NUMERICAL_NOTE: case ENGINE_BEHAVIOR_NOTE: case CONFIG_KNOBS:
-      *found = 0;
-      return OK;
-  }
-  if (!a) return null_missing("cudnnBackendGetAttribute of what was not set");
-  *found = a->count;
-  for (int64_t i = 0; i < a->count && i < room && to; i++) {
-    if (type == BACKEND_DESCRIPTOR) copy(((Descriptor **)to)[i], ((Descriptor **)a->values)[i]);
-    else memcpy((char *)to + i * width(type), (char *)a->values + i * width(type), width(type));
-  }
-  return OK;
+int cudnnBackendDestroyDescriptor(void *descriptor) {
+  closed(descriptor);
+  return real("cudnnBackendDestroyDescriptor")(descriptor);
 }
+int cudnnBackendExecute(void *handle, void *plan, void *arguments) { return OK; }
 
 // ---- cuDNN's older functions: batch norm, recurrent nets, CTC ---------------------------------------------------------
 
@@ -194,19 +156,19 @@ static int none(size_t *size, const char *subject) {
   return OK;
 }
 int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int mode, int ops, void *x, void *z, void *y, void *scale, void *act, size_t *size) {
-  return none(size, "cuDNN");
+  return none(size, "cuDNN's batch norm");
 }
 int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int mode, int ops, void *x, void *y, void *dy, void *dz, void *dx, void *scale, void *act, size_t *size) {
-  return none(size, "cuDNN");
+  return none(size, "cuDNN's batch norm");
 }
 int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int ops, void *act, void *x, size_t *size) {
-  return none(size, "cuDNN");
+  return none(size, "cuDNN's batch norm");
 }
 int cudnnGetCTCLossWorkspaceSize(void *h, void *p, void *g, const int *l, const int *ll, const int *il, int algo, void *d, size_t *size) {
-  return none(size, "cuDNN");
+  return none(size, "cuDNN's CTC loss");
 }
-int cudnnGetCTCLossWorkspaceSize_v8(void *h, int algo, void *d, void *p, void *g, size_t *size) { return none(size, "cuDNN"); }
-int cudnnDropoutGetStatesSize(void *h, size_t *size) { return none(size, "cuDNN"); }
+int cudnnGetCTCLossWorkspaceSize_v8(void *h, int algo, void *d, void *p, void *g, size_t *size) { return none(size, "cuDNN's CTC loss"); }
+int cudnnDropoutGetStatesSize(void *h, size_t *size) { return none(size, "cuDNN's dropout"); }
 
 typedef struct { int cell, bias, both_ways, type, input, hidden, projection, layers; } Rnn;
 typedef struct { int type, longest, batch, width; } RnnData;
