@@ -10,20 +10,13 @@ from typing import Any, Final
 from executor.campaign.cases import NONE
 from executor.campaign.run import Book, Result
 from simulator.report.page import Page, Section, Text, warned, write_page
-from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from traces.errors import SpecError
+from simulator.show.tables import Cell, Table, no, table, yes
 from traces.files import to_json
-from traces.provenance import MEASURED_CUDA, REHEARSED
+from traces.provenance import MEASURED_CUDA
 
 SLOWDOWN: Final = "slow-down"
-FIGURES: Final = (
-    "allocated",
-    "blocks",
-    "reserved",
-    "time",
-    SLOWDOWN,
-)  # those of `RunFigures.headline`, and one more
-LARGE: Final = 2.0  # percent that a prediction of memory may be too low before it is red
+# Those of `RunFigures.headline`, and one more.
+FIGURES: Final = ("allocated", "blocks", "reserved", "time", SLOWDOWN)
 MEANING: Final = (
     "Errors are 100·(predicted − measured)/measured, those of slow-downs (the plan's step beside the save-all step) in "
     "points: below 0 the prediction was too low, which is the dangerous side. Predictions know workspaces and times as "
@@ -104,13 +97,6 @@ def summary(book: Book) -> str:
 def cases(book: Book) -> Table:
     """One row a case: its peak of allocated bytes and its slow-down, predicted beside measured, and what is wrong."""
 
-    def predicted(r: Result) -> Cell:
-        said, found = _pairs(r).get("allocated", (None, None))
-        if said is None or not found:
-            return Cell(UNKNOWN)
-        low = 100.0 * (found - said) / found
-        return Cell(f"{said:,} ({said - found:+,})", said, "bad" if low > LARGE else "" if low else "good")
-
     def verdict(r: Result) -> Cell:
         if r.measurement is None or r.message:
             return no(f"{r.status}: {r.message}")
@@ -125,7 +111,7 @@ def cases(book: Book) -> Table:
         book.records,
         [
             ("case", "", lambda r: r.case.label),
-            ("predicted", NUMBER, predicted),
+            ("predicted", "count", pair("allocated", 0)),
             ("measured", "count", pair("allocated", 1)),
             ("eager", "count", lambda r: r.measurement and r.measurement.eager.peak_allocated_bytes),
             ("budget", "bytes", lambda r: r.measurement and r.measurement.budget_bytes),
@@ -133,7 +119,7 @@ def cases(book: Book) -> Table:
             ("measured", "+percent", pair(SLOWDOWN, 1)),
             ("beside eager", "", verdict),
         ],
-        caption=f"Peak of allocated bytes. Predictions that are more than {LARGE:g} % too low are red.",
+        caption="Peak of allocated bytes.",
     ).known()
 
 
@@ -153,20 +139,10 @@ def errors(book: Book) -> Table:
 
 
 def write_campaign(path: str | Path, book: Book) -> Path:
-    """Write the page, whole or not at all; from the records alone.
-
-    Raises:
-        EnvironmentProblem: a package that reports need is not installed.
-        SpecError: they were rehearsed.
-    """
+    """Write the page, whole or not at all. Raises EnvironmentProblem if a package that reports need is missing."""
     found = [r.measurement for r in book.records if r.measurement is not None]
-    if any(m.provenance == REHEARSED for m in found):
-        raise SpecError(
-            "a page shows what was measured, and this campaign was rehearsed; print it, or --json."
-        )
-    no_gpu = (
-        () if any(m.provenance == MEASURED_CUDA for m in found) else ("No figure on this page is a GPU's.",)
-    )
+    on_gpu = any(m.provenance == MEASURED_CUDA for m in found)
+    no_gpu = () if on_gpu else ("No figure on this page is a GPU's.",)
     rows = [(k.replace("_", " "), str(v)) for k, v in to_json(book.method).items()]
     rows += [(k, v) for m in found[:1] for k, v in sorted(m.environment.items()) if v]
     sections = (

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from executor.campaign.cases import Case, Method
-from executor.campaign.page import write_campaign
-from executor.campaign.run import Book, Result
 from executor.cli.main import execute
 from executor.plans import Settings, measure_sweep
 from traces.errors import SpecError
@@ -61,10 +58,6 @@ def test_figures_of_a_gpu_that_is_not_there_are_memory_alone(more: dict[str, Any
 
 
 def test_pages_and_sweeps_take_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Result(case=Case(model="m"), status="rehearsed", measurement=measurement())
-    book = Book(name="b", asked=1, method=Method(device="cuda"), records=(found,))
-    with pytest.raises(SpecError, match="rehearsed"):
-        write_campaign(tmp_path / "x.html", book)
     monkeypatch.setenv(NAME, f"H200{ABSENT}")
     with pytest.raises(SpecError, match="not there"):
         measure_sweep(tmp_path, Settings(device="cuda"), print)
