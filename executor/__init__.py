@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from executor.fitting.fit import fit
     from executor.plans import measure, verify
-    from executor.training.module import apply_plan, planned_loss, remove_plan, unplanned
+    from executor.training.module import apply_plan, remove_plan, unplanned
 
 __all__ = [
     "apply_plan",
     "fit",
     "measure",
-    "planned_loss",
     "remove_plan",
     "unplanned",
     "verify",

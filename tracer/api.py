@@ -120,7 +120,7 @@ def trace(
             loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
             accumulate (how often forward and backward run before the optimizer's step), release_gradients (each
             parameter is stepped in backward as soon as its gradient is there, which is freed), join_loss (model and
-            loss function are captured as one, so that a loss head can run in tiles: `executor.planned_loss` trains it).
+            loss function are captured as one module's forward, so that a loss head can run in tiles).
 
     Returns:
         The trace: all sizes in bytes, all times in ns.

@@ -34,7 +34,6 @@ def fit(
     amp: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     release_gradients: bool = False,
-    join_loss: bool = False,
     allow: str = "bit",
     levers: Sequence[str] | None = None,
     max_gradient_error: float | None = None,
@@ -57,8 +56,6 @@ def fit(
         amp: the type of autocast around model and loss; None: that which is on around this call.
         release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
             this optimizer would, and free its gradient.
-        join_loss: model and loss function are planned as one, so that with allow="fp" a loss head can run in tiles:
-            train with `planned_loss` then.
         allow, levers, planner, seconds: how plans are looked for, as in `simulator.plan`; but with allow="bit" and no
             lever named by recomputation alone.
         max_gradient_error: with allow="approximate" the relative L2 error of the step's gradient that a plan may
@@ -88,7 +85,7 @@ def fit(
         made = Compiler(
             budget=budget, on_mismatch=on_mismatch, parts=True, planner=planner, seconds=seconds, say=say
         )
-        return install(model.train(), made, loss)
+        return install(model.train(), made)
     wanted = Wanted(
         budget=budget,
         budget_of=budget_of,
@@ -99,7 +96,7 @@ def fit(
         max_gradient_error=max_gradient_error,
         planner=planner,
         seconds=seconds,
-        loop={"release_gradients": release_gradients or None, "join_loss": join_loss or None},
+        loop={"release_gradients": release_gradients or None},
     )
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
@@ -112,10 +109,6 @@ def fit(
     measured = max_gradient_error is not None
     plan = plan_measured(build, trace, wanted, say) if measured else plan_within(trace, wanted)
     clock.done(f"planned: {in_words(plan)}")
-    if join_loss:
-        say(
-            "the plan makes the loss, too: train with planned_loss(model, batch) in place of loss(model(x), y)"
-        )
-    install(model, compiler_of(plan, target, on_mismatch), loss)
+    install(model, compiler_of(plan, target, on_mismatch))
     say(f"ready after {time.monotonic() - began:.1f} s")
     return model

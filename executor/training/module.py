@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -35,10 +35,7 @@ from tracer.capture.refusals import check_capturable, from_dynamo, refusal
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.record.sketch import names_digest, sketch
-from tracer.step.batch import split_batch
 from tracer.step.context import is_fake
-from tracer.step.joined import WithLoss
-from tracer.step.loop import scalar
 from tracer.torch_api import (
     disable_dynamo,
     inside_torch_func,
@@ -59,13 +56,9 @@ NOTHING: Final = "torch compiled nothing of this call, and ran the model's own f
 class Planned:
     """Stands in the place of a module's `forward`, and compiles it by the plan in training."""
 
-    def __init__(self, module: nn.Module, compiler: Compiler, loss: Callable[..., Any] | None = None) -> None:
-        """
-        Args:
-            compiler: by the plan; it is told of this module here.
-            loss: of what the model returns, for `planned_loss`.
-        """
-        self.module, self.loss = module, loss
+    def __init__(self, module: nn.Module, compiler: Compiler) -> None:
+        """compiler: by the plan; it is told of this module here."""
+        self.module = module
         self.own: Any = None  # the instance's own forward, if it had one before the plan
         self.first: Callable[..., Compiler] | None = None  # makes the compiler at the first training call
         self.run: Callable[..., Any] | None = None  # calls the model, compiled
@@ -75,7 +68,6 @@ class Planned:
         self.removed = False
         self.off = 0  # how many `with unplanned(...)` are open
         self.without: Counter[str] = Counter()  # training calls without a plan, by the reason
-        self.whole: Planned | None = None  # of the model with its loss, where the plan is of both
         self.__signature__ = inspect.signature(module.forward)
         self._take(compiler)
 
@@ -125,7 +117,6 @@ class Planned:
         return (
             self.module,
             self.own,
-            self.loss,
             self.first,
             c.plan,
             c.budget,
@@ -135,18 +126,13 @@ class Planned:
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        module, own, loss, first, plan, budget, on_mismatch, parts, around = state
+        module, own, first, plan, budget, on_mismatch, parts, around = state
         settings: dict[str, Any] = {"on_mismatch": on_mismatch, "parts": parts, "around_bytes": around}
-        Planned.__init__(self, module, Compiler(plan=plan, budget=budget, **settings), loss)
+        Planned.__init__(self, module, Compiler(plan=plan, budget=budget, **settings))
         self.own, self.first = own, first
         vars(module)[COMPILED] = self.watched  # which nn.Module leaves out of its own state
 
     # Calls
-
-    @property
-    def of_both(self) -> bool:
-        """True if the plan is of model and loss function as one, and this of the model alone."""
-        return _makes_loss(self.compiler.plan) and self.loss is not None
 
     @disable_dynamo
     def watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,11 +253,6 @@ class Planned:
                 "the model was called inside torch.func (grad, jvp, vmap) or forward_ad, which see through no planned "
                 "step; run it without the plan there: inside `with unplanned(model):`."
             )
-        if self.of_both and self.compiler.on_mismatch == ERROR:
-            raise PlanError(
-                "the plan is of model and loss function as one, and what the model returns may not exist: call "
-                f"planned_loss(model, batch) in place of loss(model(x), y){HINT}"
-            )
         kinds = [x.device.type for x in (*leaves, *self.module.parameters()) if isinstance(x, torch.Tensor)]
         now = ambient(kinds[0] if kinds else "cpu")
         self.amp = now.dtype
@@ -282,15 +263,6 @@ class Planned:
     def _sketch(self, program: Program) -> dict[str, Any]:
         args, kwargs = self.call
         return {**sketch(program, self.module, args, kwargs), "amp": self.amp}
-
-    def with_loss(self) -> Planned:
-        """The module with its loss function, planned; made once."""
-        if self.whole is None:
-            assert self.loss is not None
-            c = self.compiler
-            settings: dict[str, Any] = {"on_mismatch": c.on_mismatch, "around_bytes": c.around_bytes}
-            self.whole = Planned(WithLoss(self.module, self.loss), Compiler(plan=c.plan, **settings))
-        return self.whole
 
     # What is told
 
@@ -303,26 +275,21 @@ class Planned:
         if self.warned > MOST_WARNINGS:
             return
         last = " What follows is only counted: see receipt()." if self.warned == MOST_WARNINGS else ""
-        both = " The plan makes the loss, too: call planned_loss(model, batch)." if self.of_both else ""
-        told = f"a training call runs {what.replace(HINT, '.')}{both}{last}"
+        told = f"a training call runs {what.replace(HINT, '.')}{last}"
         warnings.warn(told, stacklevel=_callers_level())
 
     def receipt(self) -> Receipt:
         """Return what was done so far."""
-        both = [self, *([self.whole] if self.whole is not None else [])]
-        compiled = [c for planned in both for c in planned.compiler.compiled]
-        without: Counter[str] = Counter()
-        for planned in both:
-            without += planned.without + planned.compiler.without
+        compiled, without = self.compiler.compiled, self.without + self.compiler.without
         on_gpu = any(c.graph.kind == "cuda" for c in compiled)
         return Receipt(
             plan=self.compiler.plan,
-            planned_steps=sum(planned.planned for planned in both),
-            larger_steps=sum(planned.larger for planned in both),
+            planned_steps=self.planned,
+            larger_steps=self.larger,
             unplanned_steps=without.total(),
             unplanned_because=dict(without),
             captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps, seconds=c.seconds) for c in compiled),
-            breaks=tuple(b for planned in both for b in planned.compiler.breaks),
+            breaks=tuple(self.compiler.breaks),
             peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
             peak_reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         )
@@ -345,7 +312,6 @@ def apply_plan(
     model: nn.Module,
     plan: Plan | str | Path,
     *,
-    loss: Callable[..., Any] | None = None,
     on_mismatch: str = ERROR,
     parts: bool = False,
 ) -> nn.Module:
@@ -359,8 +325,6 @@ def apply_plan(
     Args:
         model: on CPU or CUDA; inside a DistributedDataParallel the plan goes to the module in it.
         plan: a Plan or the path of one.
-        loss: for `planned_loss`: the loss function, or module, that the step was traced with. A plan of model and
-            loss function as one (`join_loss`) needs it.
         on_mismatch: of a training call that the plan is not for (another set of arguments, a block that was frozen
             since, another autocast, a model that cannot be captured so): "error" raises; "eager" runs it without a
             plan; "replan" makes a plan for that graph within the same budget, or does as "eager" if there is none.
@@ -375,7 +339,7 @@ def apply_plan(
             captured.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    return install(model, compiler_of(plan, inside(model), on_mismatch, parts), loss)
+    return install(model, compiler_of(plan, inside(model), on_mismatch, parts))
 
 
 def compiler_of(plan: Plan, model: nn.Module, on_mismatch: str = ERROR, parts: bool = False) -> Compiler:
@@ -395,7 +359,6 @@ def bare(model: nn.Module) -> nn.Module:
 def install(
     model: nn.Module,
     compiler: Compiler,
-    loss: Callable[..., Any] | None = None,
     first: Callable[..., Compiler] | None = None,
 ) -> nn.Module:
     """`apply_plan` by a compiler; `first`: makes the one that counts at the first training call, from the module, its
@@ -404,23 +367,12 @@ def install(
     if within := [path for path, m in target.named_modules() if STATE in vars(m)]:
         raise PlanError(f"{within[0]} has a plan already: remove_plan(model) first, or plan only the parts.")
     check_capturable(target)
-    if plan is not None:
-        both = _makes_loss(plan) and not isinstance(target, WithLoss)
-        if both and loss is None:
-            raise PlanError(
-                "the plan is of model and loss function as one: apply_plan(model, plan, loss=...), and train with "
-                "planned_loss(model, batch)."
-            )
-        if compiler.on_mismatch == ERROR:
-            _check_parameters(WithLoss(target, loss) if both and loss is not None else target, plan)
-    planned = Planned(target, compiler, loss)
+    if plan is not None and compiler.on_mismatch == ERROR:
+        _check_parameters(target, plan)
+    planned = Planned(target, compiler)
     planned.first = first
     planned.install()
     return model
-
-
-def _makes_loss(plan: Plan | None) -> bool:
-    return plan is not None and bool(plan.meta.options.get("join_loss"))
 
 
 def _state_bytes(optimizer: str, model: nn.Module) -> int:
@@ -436,53 +388,13 @@ def _check_parameters(model: nn.Module, plan: Plan) -> None:
     names = [name for name, _ in model.named_parameters()]
     if not told or told == [len(names), names_digest(names)]:
         return
+    both = "a model and its loss function in one module"
     raise PlanError(
-        f"the plan was made for another model: {describe(plan.meta)}, has {told[0]} parameters, and this "
+        f"the plan was made for {both if plan.meta.options.get('join_loss') else 'another model'}: "
+        f"{describe(plan.meta)}, has {told[0]} parameters, and this "
         f"{type(model).__name__} has {len(names)}{' of other names' if len(names) == told[0] else ''}; trace this "
         "model and plan again."
     )
-
-
-def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a planned model, in training by its plan; the model's own code and the loss function's otherwise.
-
-        loss = planned_loss(model, (x, y))                # in place of criterion(model(x), y)
-
-    It is the way to train by a plan of model and loss function as one (`join_loss`), and does the same by any other. A
-    training call of the model itself is by such a plan one that the plan is not for (`on_mismatch`). In `unplanned`, in
-    evaluation mode and without gradients nothing is planned.
-
-    Args:
-        model: what `fit` or `apply_plan` returned, which was given the loss function.
-        batch: as `fit` and `tracer.trace` take it.
-
-    Raises:
-        PlanError: no plan, or no loss function, or a distributed step, whose gradients nobody would average; at a
-            training call, as the model itself.
-        SpecError: the batch or the loss is of no known kind.
-    """
-    planned: Planned | None = vars(model).get(STATE)
-    if planned is None:
-        raise PlanError(
-            f"planned_loss takes what fit or apply_plan returned, and this {type(model).__name__} is not."
-        )
-    if planned.loss is None:
-        raise PlanError(
-            "the planned model was given no loss function: fit(..., loss=...), apply_plan(..., loss=...)."
-        )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise PlanError(
-            "planned_loss calls the model itself and not the DistributedDataParallel around it, so that no gradients "
-            "would be averaged; put the loss into the model's forward, and plan that."
-        )
-    given = split_batch(model, batch, planned.loss)
-    if not planned.of_both or planned.off or not trains(model):
-        return scalar(given.loss(model(*given.args, **given.kwargs)), type(model).__name__)
-    whole = planned.with_loss()
-    whole.module.training = True
-    with planned.aside():
-        return cast(torch.Tensor, whole(given.args, given.kwargs, given.loss_inputs))
 
 
 def remove_plan(model: nn.Module) -> nn.Module:

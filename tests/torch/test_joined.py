@@ -1,10 +1,8 @@
-"""Model and loss function as one: heads in tiles across that border, trained by `planned_loss`, and never silently
-otherwise."""
+"""Model and loss function as one module: heads in tiles across that border, trained as any plan's module."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from executor import apply_plan, fit, planned_loss, remove_plan, unplanned  # noqa: E402
+from executor import apply_plan, fit  # noqa: E402
 from executor.fitting.gradient_errors import gradient_errors, with_error  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
@@ -33,9 +31,10 @@ from tests.torch.test_tile import (  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.recording import record_real  # noqa: E402
+from tracer.step.joined import WithLoss  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.devices import device as device_entry  # noqa: E402
-from traces.errors import CaptureError, PlanError  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
 from traces.records.gradient_errors import GradientErrors  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -79,7 +78,7 @@ def test_gradients_are_those_of_the_untouched_step(head: str) -> None:
     model, loss = apart(HEADS[head]())
     x, y = batch()
     of = joined(model, (x, y), loss)
-    planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4), loss=loss)
+    planned = apply_plan(WithLoss(copy.deepcopy(model), loss), in_tiles(of, 4))
     for parts in (1, 3):  # of an accumulated step
         model.zero_grad()
         planned.zero_grad()
@@ -88,53 +87,10 @@ def test_gradients_are_those_of_the_untouched_step(head: str) -> None:
             asked = loss(model(x), y)
             (asked / parts).backward()
             torch.manual_seed(k)
-            made = planned_loss(planned, (x, y))
+            made = planned((x,), {}, (y,))
             (made / parts).backward()
         assert torch.allclose(made, asked, rtol=1e-6)
-        agree(model, planned)
-
-
-class Named(Logits):
-    """As transformers returns logits."""
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"hidden": mask, "logits": super().forward(ids)}
-
-
-class Criterion(nn.Module):
-    """Cross entropy with class weights, of a dict and another; with something of its own to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2.0, WORDS), ignore_index=3)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, out: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = out["logits"][:, :-1].float().flatten(0, 1)
-        return self.scale * self.inner(logits, given["targets"][:, 1:].flatten()) * given["weight"]
-
-
-def test_a_loss_module_of_dicts_under_autocast() -> None:
-    torch.manual_seed(0)
-    net, _ = apart(HEADS["tied"]())
-    net.__class__ = Named
-    x, y = batch()
-    given = {"ids": x, "mask": torch.ones(4, 15), "targets": y, "weight": torch.tensor(0.7)}
-    model, loss = net, Criterion()
-    exact, mine = copy.deepcopy(model), copy.deepcopy(loss)
-    of = joined(model, given, loss, amp="bfloat16")
-    planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4), loss=mine)
-    loss(exact(x, given["mask"]), given).backward()
-    scale = loss.scale.grad.clone()
-    with torch.autocast("cpu", torch.bfloat16):
-        eager, tiled = loss(model(x, given["mask"]), given), planned_loss(planned, given)
-    loss.scale.grad = None
-    eager.backward()
-    tiled.backward()
-    assert abs(float(mine.scale.grad - scale)) <= 2 * abs(float(loss.scale.grad - scale)) + 2**-8
-    for p, a, b in zip(exact.parameters(), model.parameters(), planned.parameters(), strict=True):
-        by_autocast, by_both = ((q.grad - p.grad).norm() / p.grad.norm() for q in (a, b))
-        assert float(by_both) <= float(by_autocast) + 2**-8
+        agree(model, planned.model)
 
 
 def wide() -> tuple[Any, Any, Any, Any]:
@@ -210,116 +166,38 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
     assert measurer.steady_peak(own, tmp_path) == made.predicted["plan"]["peak_allocated_bytes"]
 
 
-def test_fit_trains_with_the_loss_in_tiles() -> None:
+class Trained(nn.Module):
+    """A model and its loss, as a user joins them."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.model(x), y)
+
+
+def test_fit_trains_a_user_s_module_of_both_with_the_loss_in_tiles() -> None:
     model, (x, y), loss, make = wide()
-    eager, said = copy.deepcopy(model), []
-    optimizers = [make(m.parameters()) for m in (model, eager)]
+    eager = copy.deepcopy(model)
     planned = fit(
-        model, (x, y), loss, optimizers[0], budget="50%", join_loss=True, allow="fp", say=said.append
+        Trained(model, loss), (x, y), optimizer=make(model.parameters()), budget="50%", allow="fp", say=list
     )
-    assert any("planned_loss(model, batch)" in line for line in said)
-    for _ in range(3):
-        for made in (planned_loss(planned, (x, y)), loss(eager(x), y)):
-            made.backward()
-        agree(eager, planned)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    few = planned_loss(planned, (x[:3], y[:3]))
+    for made in (planned(x, y), loss(eager(x), y)):
+        made.backward()
+    agree(eager, model)
+    few = planned(x[:3], y[:3])
     assert torch.allclose(few, loss(eager(x[:3]), y[:3]), rtol=1e-5)
     receipt = planned.receipt()
-    assert (receipt.planned_steps, receipt.unplanned_steps) == (4, 0)
+    assert (receipt.planned_steps, receipt.unplanned_steps) == (2, 0)
     assert [c.fit for c in receipt.captures] == ["exact", "resized"]
-    planned.eval()
-    assert torch.equal(planned(x), model.eval()(x))
-    assert torch.equal(planned_loss(planned, (x, y)), loss(model(x), y))
-    assert planned.receipt().planned_steps == 4
 
 
-def test_the_model_itself_is_not_silently_trained_without_the_plan() -> None:
+def test_a_plan_of_both_is_none_of_the_model_s() -> None:
     model, given, loss, _ = wide()
-    x, y = given
     made = in_tiles(joined(model, given, loss), 4)
-    with pytest.raises(PlanError, match="model and loss function as one"):
+    with pytest.raises(
+        PlanError,
+        match="for a model and its loss function in one module: in hand: Logits",
+    ):
         apply_plan(model, made)
-    planned = apply_plan(copy.deepcopy(model), made, loss=loss)
-    with pytest.raises(PlanError, match="call planned_loss"):
-        planned(x)
-    with unplanned(planned):
-        assert torch.equal(planned_loss(planned, given), loss(model(x), y))
-    assert planned.receipt().unplanned_steps == 1
-    other = apply_plan(copy.deepcopy(model), made, loss=loss, on_mismatch="replan")
-    with pytest.warns(UserWarning, match="plan of its own.*call planned_loss"):
-        assert torch.equal(loss(other(x), y), loss(model(x), y))
-    assert [c.fit for c in other.receipt().captures] == ["replanned"]
-    eager = apply_plan(model, made, loss=loss, on_mismatch="eager")
-    with pytest.warns(UserWarning, match="without the plan"):
-        eager(x)
-    assert eager.receipt().unplanned_steps == 1
-
-
-def test_what_the_loss_depends_on_is_watched() -> None:
-    model, (x, y), _, _ = wide()
-    loss = nn.CrossEntropyLoss()
-
-    def of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss(logits.flatten(0, 1), targets.flatten())
-
-    made = in_tiles(joined(model, (x, y), of_rows), 4)
-    planned = apply_plan(copy.deepcopy(model), made, loss=of_rows)
-    planned_loss(planned, (x, y))
-    loss.ignore_index = int(y[0, 0])
-    assert torch.allclose(planned_loss(planned, (x, y)), of_rows(model(x), y), rtol=1e-6)
-    loss.label_smoothing = 0.3
-    with pytest.raises(PlanError, match="another graph"):
-        planned_loss(planned, (x, y))
-
-
-class Regularised(Logits):
-    def criterion(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return flat(logits, targets) + self.head.weight.pow(2).mean().reshape(1)
-
-
-def test_a_method_of_the_model_is_that_of_the_planned_one() -> None:
-    model, (x, y), _, _ = wide()
-    model.__class__ = Regularised
-    eager = copy.deepcopy(model)
-    made = in_tiles(joined(model, (x, y), model.criterion), 4)
-    planned = apply_plan(model, made, loss=model.criterion)
-    several = [planned_loss(planned, (x, targets)) for targets in (y, y.flip(0))]  # before one backward
-    sum(several).backward()
-    sum(eager.criterion(eager(x), targets).sum() for targets in (y, y.flip(0))).backward()
-    agree(eager, planned)
-    with pytest.raises(RuntimeError, match="second time"):
-        several[0].backward()
-    with torch.no_grad():
-        planned_loss(planned, (x, y))
-    assert planned.receipt().planned_steps == 2
-
-
-class Whole(nn.Module):
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return flat(logits, targets)
-
-
-def test_copies_and_pickles_have_the_loss_and_what_has_none_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given, _, _ = wide()
-    loss = Whole()
-    planned = apply_plan(model, in_tiles(joined(model, given, loss), 4), loss=loss)
-    for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
-        planned_loss(other, given).backward()
-        assert other.receipt().planned_steps == 1
-    with pytest.raises(PlanError, match="is not"):
-        planned_loss(remove_plan(other), given)
-    with pytest.raises(CaptureError, match="remove_plan"):
-        trace(model, given, loss=loss)
-    plain = plan(trace(remove_plan(model), given, loss=loss), "100%")
-    with pytest.raises(PlanError, match="given no loss function"):
-        planned_loss(apply_plan(model, plain), given)
-    other = apply_plan(copy.deepcopy(model), plain, loss=loss)
-    assert torch.equal(planned_loss(other, given), loss(remove_plan(model)(given[0]), given[1]))
-    assert other.receipt().planned_steps == 1
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(PlanError, match="DistributedDataParallel"):
-        planned_loss(other, given)
