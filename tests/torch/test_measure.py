@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-import tracer.measure.step as profile_module  # noqa: E402
+import tracer.measure.step as measuring  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
@@ -127,7 +127,6 @@ def test_every_measured_round_must_run_the_recorded_ops(odd: int) -> None:
 
 
 def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tracer.measure.step as profile
 
     class Slowing(Timer):
         rounds = 0
@@ -136,7 +135,7 @@ def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.Monkey
             Slowing.rounds += 1
             return [1_000_000 * 2**Slowing.rounds for _ in super().finish()]
 
-    monkeypatch.setattr(profile, "Timer", Slowing)
+    monkeypatch.setattr(measuring, "Timer", Slowing)
     build = load_spec(small_nets.spec("mlp"))
     said: list[str] = []
     measure(recorded(build), build, "cpu", rounds=2, warmup=1, say=said.append)
@@ -241,5 +240,5 @@ def test_views_alone_share_what_a_step_takes() -> None:
 def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     build = load_spec(small_nets.spec("residual"))
     wholes = iter([5_000_000_000, 9_000_000_000, 8_000_000_000, 7_000_000_000])  # the first warms up
-    monkeypatch.setattr(profile_module, "_whole_ns", lambda *a: next(wholes))
+    monkeypatch.setattr(measuring, "_whole_ns", lambda *a: next(wholes))
     assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).finish().time_ns == 8_000_000_000
