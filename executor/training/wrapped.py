@@ -31,11 +31,6 @@ def inside(model: nn.Module) -> nn.Module:
             f"{name} keeps parameters flat and in shards, which no captured graph has; shard with fully_shard: "
             "fully_shard(apply_plan(block, plan))."
         )
-    if isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
-        raise PlanError(
-            f"the model was compiled by torch.compile, whose graphs no plan reaches into; apply the plan to the "
-            f"{type(inner).__name__} itself (model._orig_mod), which torch.compile then leaves as it is."
-        )
     for path, module in model.named_modules():
         if path and isinstance(module, (DataParallel, DistributedDataParallel, *sharded)):
             raise PlanError(

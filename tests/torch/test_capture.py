@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, program, recorded, step_of  # noqa: E402
+from tests.torch.steps import build_of, program, recorded  # noqa: E402
 from tracer.capture.capture import Capturing  # noqa: E402
 from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
 from tracer.record.eager import EagerRecorder  # noqa: E402
@@ -227,13 +227,6 @@ def test_what_depends_on_data_is_refused_with_the_op_and_the_user_s_line(
 def test_what_goes_wrong_around_the_model_is_explained(function: str, words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         recorded(load_spec(small_nets.spec(function)))
-
-
-def test_no_trainable_parameter() -> None:
-    """A build function's is refused before: `test_models`."""
-    model = nn.Linear(3, 3).requires_grad_(False)
-    with pytest.raises(CaptureError, match="no parameter requires a gradient"):
-        capture_step(step_of(model, torch.randn(2, 3), lambda y: y.sum(), None))
 
 
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:

@@ -42,7 +42,8 @@ def check_capturable(model: nn.Module) -> None:
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: {where} was compiled by torch.compile, or has a plan "
-                "already, and no plan reaches into that. Leave torch.compile out, or remove_plan(model) first."
+                "already, and no plan reaches into that. Leave torch.compile out (it compiled model._orig_mod), or "
+                "remove_plan(model) first."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
@@ -79,8 +80,6 @@ def check_step(step: TrainingStep) -> None:
                 f"{step.name}: the batch holds a tensor of the layout {x.layout}, whose size depends on data. Only "
                 "dense tensors can be planned; give its indices and values as two dense tensors."
             )
-    if not any(p.requires_grad for p in step.model.parameters()):
-        raise CaptureError(f"{step.name}: no parameter requires a gradient, so there is no backward to plan.")
     if step.optimizer is not None and needs_closure(step.optimizer):
         raise OptimizerError(
             f"{step.name}: {type(step.optimizer).__name__} runs forward and backward itself, as often as it likes, "
