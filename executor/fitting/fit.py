@@ -77,7 +77,6 @@ def fit(
         check_parts(
             budget_of=budget_of == RESERVED,
             release_gradients=release_gradients,
-            join_loss=join_loss,
             allow=allow != "bit",
             levers=levers,
             max_gradient_error=max_gradient_error,

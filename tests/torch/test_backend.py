@@ -151,7 +151,6 @@ def test_a_model_is_planned_in_parts() -> None:
     [
         {"budget_of": "reserved"},
         {"release_gradients": True},
-        {"join_loss": True},
         {"allow": "fp"},
         {"levers": ["offload"]},
         {"max_gradient_error": 0.1},
