@@ -164,7 +164,7 @@ class Output:
     def show(self, data: Callable[[], dict[str, Any]], text: Callable[[], str]) -> None:
         """The answer on stdout: one JSON object, or text to read."""
         if self.as_json:
-            print_json(data(), self.indent)
+            echo(json.dumps(_finite(data()), indent=self.indent, allow_nan=False))
         else:
             echo(text())
 
@@ -211,11 +211,6 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
     ):  # fmt: skip
         command = option(command)
     return command
-
-
-def print_json(data: dict[str, Any], indent: int | None = 1) -> None:
-    """The one object that `--json` prints on stdout; a number that JSON does not have is null."""
-    echo(json.dumps(_finite(data), indent=indent, allow_nan=False))
 
 
 @contextlib.contextmanager

@@ -159,10 +159,6 @@ TAKEN: Final = -1
 
 def asked_by(problem: Problem, op: int, taken: int) -> Asked:
     """Return what an op asks if it takes over the memory of that storage, or of none (-1)."""
-    return problem.once(("asked", op, taken), lambda p: _asked_by(p, op, taken))
-
-
-def _asked_by(problem: Problem, op: int, taken: int) -> Asked:
     nbytes = problem.trace.storages.nbytes
     wanted = [s for s in problem.creates[op] if nbytes[s]]
     events = list(problem.trace.ops.events[op])
@@ -248,7 +244,7 @@ class _Recording:
             self.begin_optimizer()
         taken = schedule.takes[step]
         passes = taken if taken >= 0 and nbytes[taken] else -1
-        asked = asked_by(self.problem, op, passes)
+        asked = self.problem.once(("asked", op, passes), lambda p: asked_by(p, op, passes))
         taken_over = self.there[passes].pop(0) if passes >= 0 else -1
         if asked.gives_back:
             self.free(taken_over)

@@ -196,7 +196,7 @@ class Instants:
         self._last_read = np.full(len(sts), -1, np.int64)  # op, in any phase
         np.maximum.at(self._last_read, read, reader)
         # What no plan evicts stays until its last reader: of forward only, if nothing saves it beyond.
-        stays = ~np.array([problem.is_evictable(s) for s in range(len(sts))], np.bool_)
+        stays = ~np.array(problem.rebuildable, np.bool_) | np.array(problem.pinned, np.bool_)
         saved = np.array(problem.pinned, np.bool_) | np.array(problem.saved_by_default, np.bool_)
         eager = np.array([bool(f & EAGER) for f in ops.flags], np.bool_)
         forces = (stays & (saved | (self.producer >= turn)))[read] | (

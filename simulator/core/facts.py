@@ -56,7 +56,11 @@ class Facts:
         """
         self.trace, self.constraints = trace, constraints
         self._once: dict[Hashable, object] = {}
-        never, always_saved = _forbidden(trace, constraints)
+        never, always_saved = frozenset[int](), frozenset[int]()
+        if constraints:
+            from simulator.core.selectors import resolve
+
+            never, always_saved = resolve(trace, constraints)
         ops, sts = trace.ops, trace.storages
         n_ops, n_st = len(ops), len(sts)
         creates = tuple(tuple(s for s in ops.writes[i] if sts.producer[s] == i) for i in range(n_ops))
@@ -78,7 +82,11 @@ class Facts:
         # Without constraints first: what these save must not make more possible than without them.
         might = [False] * n_st
         rebuildable = [False] * n_st
-        until = _first_overwritten(trace, forward_end)
+        # The first op after forward that overwrites a storage: from there on nothing that read it can be made again.
+        until = [n_ops] * n_st
+        for i in reversed(range(forward_end, n_ops)):
+            for s in ops.writes[i]:
+                until[s] = i
         for i in range(forward_end):
             if not ops.flags[i] & FORBIDS_RECOMPUTE and not is_view[i]:
                 natural = all(resident[s] or might[s] or read_back[s] for s in ops.reads[i])
@@ -126,41 +134,15 @@ class Facts:
             self._once[key] = make(self)
         return cast(T, self._once[key])
 
-    def may_recompute(self, storage: int) -> bool:
-        """Return whether a storage can be rebuilt where it is read: a candidate, or what such chains alone read."""
-        return self.recompute_only[storage] or storage in self.reloaded or storage in self.candidate_set
-
     @cached_property
     def candidate_set(self) -> frozenset[int]:
         """The candidates, to look up."""
         return frozenset(self.candidates)
 
-    def is_evictable(self, storage: int) -> bool:
-        """Return whether a plan may let a storage be absent between two uses."""
-        return self.rebuildable[storage] and not self.pinned[storage]
-
     @cached_property
     def unconstrained(self) -> Self:
         """Return the same trace for a reader who knows of no constraints."""
         return type(self)(self.trace) if self.constraints else self
-
-
-def _forbidden(trace: Trace, constraints: Constraints) -> tuple[frozenset[int], frozenset[int]]:
-    if not constraints:
-        return frozenset(), frozenset()
-    from simulator.core.selectors import resolve
-
-    return resolve(trace, constraints)
-
-
-def _first_overwritten(trace: Trace, forward_end: int) -> list[int]:
-    """Storage -> the first op after forward that overwrites it, from which on nothing that read it can be computed
-    again; the number of ops if there is none."""
-    until = [len(trace.ops)] * len(trace.storages)
-    for i in range(len(trace.ops) - 1, forward_end - 1, -1):
-        for s in trace.ops.writes[i]:
-            until[s] = i
-    return until
 
 
 def _read_without_their_maker(

@@ -74,7 +74,8 @@ def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
             raise PlanError(f"{name}: unknown recipe {a.recipe!r}.")
         if a.recipe == SAVE and not 0 <= trace.storages.producer[a.storage] < facts.forward_end:
             raise PlanError(f"{name} cannot be saved: forward does not make it.")
-        if (a.recipe != SAVE or a.evict_after) and not facts.may_recompute(a.storage):
+        rebuilt = facts.recompute_only[a.storage] or a.storage in facts.reloaded
+        if (a.recipe != SAVE or a.evict_after) and not (rebuilt or a.storage in facts.candidate_set):
             raise PlanError(f"{name} cannot be recomputed: {why_not(facts, a.storage)}.")
         if a.recipe == KIND and a.storage not in swaps(facts):
             raise PlanError(
@@ -141,6 +142,10 @@ def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:
     return building.schedule()
 
 
+def _put(ids: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(new if i == old else i for i in ids))
+
+
 class _Building:
     """The steps so far, and which storages are present: a value that is not may not be read."""
 
@@ -159,7 +164,11 @@ class _Building:
             for c in a.evict_after:
                 self.evictions.setdefault(c, []).append(s)
             if a.recipe == KIND:
-                self._swap(swaps(facts)[s])
+                swap = swaps(facts)[s]
+                for i, value, instead in swap.swaps:
+                    self.inputs[i] = _put(self.inputs[i], value, instead)
+                    self.reads[i] = _put(self.reads[i], s, swap.payload)
+                    self.swapped[i] = swap
         # Of what is not saved: the op of forward after which it is absent.
         self.leaves = [max(p, u) for p, u in zip(sts.producer, sts.last_forward_use, strict=True)]
         for s, p in enumerate(sts.producer):
@@ -176,15 +185,6 @@ class _Building:
         self.recompute: list[bool] = []
         self.binds: list[tuple[int, ...]] = []
         self.forward_steps = 0
-
-    def _swap(self, swap: Swap) -> None:
-        """Let ops take the values that a swap puts in place of its storage's."""
-        for i, value, instead in swap.swaps:
-            self.inputs[i] = tuple(dict.fromkeys(instead if j == value else j for j in self.inputs[i]))
-            self.reads[i] = tuple(
-                dict.fromkeys(swap.payload if s == swap.storage else s for s in self.reads[i])
-            )
-            self.swapped[i] = swap
 
     def run(self, c: int) -> None:
         """Bring back what op c takes, run it, and evict what the plan says."""

@@ -145,22 +145,16 @@ def _reason(trace: Trace, s: int, format: str, users: Iterable[int]) -> str:
         return why
     if format in HOLDS and _positions(trace, s) > HOLDS[format]:
         return f"it may have numbers from {HOLDS[format]:,} up"
-    if not FORMATS[format].exact and (compared := _compared(trace, s)):
+    # As the op of a maximum's backward does: few are equal with an error.
+    late = range(sts.first_backward_use[s], sts.last_backward_use[s] + 1)
+    compare = (ops.name[i] for i in late if s in ops.reads[i] and ops.target[i].startswith(COMPARISONS))
+    if not FORMATS[format].exact and (compared := next(compare, "")):
         return f"{compared} compares it"
     # What an op makes beside something larger, or as a column, is statistics, in which an error is a whole row's.
     largest = max(sts.nbytes[x] for x in ops.writes[made_by])
     if not FORMATS[format].exact and (sts.nbytes[s] < largest or sts.shape[s][-1:] in ((), (1,))):
         return "it is statistics of rows"
     return ""
-
-
-def _compared(trace: Trace, s: int) -> str:
-    """The op of backward that compares a storage's numbers, as that of a maximum does: few are equal with an error."""
-    ops, sts = trace.ops, trace.storages
-    late = range(sts.first_backward_use[s], sts.last_backward_use[s] + 1)
-    return next(
-        (ops.name[i] for i in late if s in ops.reads[i] and ops.target[i].startswith(COMPARISONS)), ""
-    )
 
 
 def needed(trace: Trace, s: int, users: Iterable[int]) -> str:

@@ -199,24 +199,19 @@ class Chooser:
     def _search(self) -> None:
         """Climb in two orders, since each way ends where no one change helps: what takes no time first, with what the
         step may wait for or without. Where the former may do alone it goes first: few others come near its bound."""
-        found = ladders(self.problem, self._wish())
-        now_ns = self.problem.trace.time_ns
+        wish, now_ns = Wish(levers=self.levers, budget_bytes=self.budget_bytes), self.problem.trace.time_ns
+        if self.steps:
+            bound = self.steps[0].bound
+            over = max(1, self.problem.saved.timeline.peak_allocated_bytes - self.budget_bytes)
+            prices = (bound.price_ns, bound.price_bytes), (bound.added_time_ns, over)  # at last, on average
+            wish = replace(wish, price=max(prices, key=lambda p: p[0] / p[1]))
+        found = ladders(self.problem, wish)
         cheap = [x for x in found if time_of(self.problem, x.rungs[0]) <= now_ns]
         plain = [x for x in cheap if not x.waits]
         orders = [[*first, *(x for x in found if x not in first)] for first in (plain, cheap)]
         may_do = self.worth(climb(cheap, self.worth)).feasible
         for order in reversed(orders) if may_do else orders:
             climb(order, self.worth)
-
-    def _wish(self) -> Wish:
-        wish = Wish(levers=self.levers, budget_bytes=self.budget_bytes)
-        bound = next((x.bound for x in self.steps), None)
-        if bound is None:
-            return wish
-        over = max(1, self.problem.saved.timeline.peak_allocated_bytes - self.budget_bytes)
-        # At last, on average.
-        prices = (bound.price_ns, bound.price_bytes), (bound.added_time_ns, over)
-        return replace(wish, price=max(prices, key=lambda p: p[0] / p[1]))
 
 
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:

@@ -12,7 +12,7 @@ import pytest
 
 from executor.campaign.run import Book
 from simulator.studies.sweep import Sweep
-from traces.commands import print_json
+from traces.commands import Output
 from traces.errors import LowtideError
 from traces.files import from_json, to_json
 from traces.records.measurement import Measurement, RunFigures
@@ -139,8 +139,7 @@ def test_what_is_printed_is_json_for_every_reader(capsys: pytest.CaptureFixture[
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
-    print_json(
-        {"a": {"loss": float("inf"), "gradients": 0.5}, "b": [float("nan"), 1, True, None, "x"], "c": (2.5,)}
-    )
+    a, b = {"loss": float("inf"), "gradients": 0.5}, [float("nan"), 1, True, None, "x"]
+    Output(as_json=True).show(lambda: {"a": a, "b": b, "c": (2.5,)}, str)
     said = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert said == {"a": {"loss": None, "gradients": 0.5}, "b": [None, 1, True, None, "x"], "c": [2.5]}
