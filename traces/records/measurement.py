@@ -87,12 +87,11 @@ def signed_error_percent(predicted: RunFigures, measured: RunFigures) -> dict[st
 
     None where either figure is unknown.
     """
-    out: dict[str, float | None] = {}
-    before, after = predicted.headline(), measured.headline()
-    for key, value in before.items():
-        real = after[key]
-        out[key] = None if value is None or not real else 100.0 * (value - real) / real
-    return out
+    after = measured.headline()
+    return {
+        key: None if value is None or not (real := after[key]) else 100.0 * (value - real) / real
+        for key, value in predicted.headline().items()
+    }
 
 
 def check_rehearsed(

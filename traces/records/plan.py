@@ -110,9 +110,8 @@ class Plan(JsonRecord):
     def __repr__(self) -> str:
         told = self.predicted.get("plan", {})
         changes = Counter(r.kind for r in self.rewrites)
-        parts = [f"{n} {kind}" for kind, n in (*changes.items(), *self.by_recipe.items())] or [
-            "everything saved"
-        ]
+        parts = [f"{n} {kind}" for kind, n in (*changes.items(), *self.by_recipe.items())]
+        parts = parts or ["everything saved"]
         if told.get("peak_allocated_bytes") is not None:
             parts.append(f"peak {show_bytes(told['peak_allocated_bytes'])}")
         if told.get("overhead_percent") is not None:
@@ -173,16 +172,13 @@ class Plan(JsonRecord):
             )
 
     def _digest(self) -> str:
-        data = self.to_json()
         figures = {k: self.predicted.get(k) for k in ("baseline", "plan")}
-        parts = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, data["actions"]]
-        parts += [data["rewrites"]] if self.rewrites else []
-        parts += [self.ahead_bytes] if self.ahead_bytes else []
-        # What most plans do not have is left out there, so that their digests are as they always were.
-        parts += (
-            [[self.exactness, self.gradient_error]] if self.exactness != EXACT or self.gradient_error else []
-        )
-        parts += [dict(self.constraints)] if self.constraints else []
+        actions, rewrites = ([x.to_json() for x in of] for of in (self.actions, self.rewrites))
+        parts: list[Any] = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, actions]
+        differs = self.exactness != EXACT or self.gradient_error
+        # What most plans do not have is left out, so that their digests are as they always were.
+        error = [self.exactness, self.gradient_error] if differs else []
+        parts += [x for x in (rewrites, self.ahead_bytes, error, dict(self.constraints)) if x]
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod

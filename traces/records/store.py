@@ -75,37 +75,35 @@ def read_table(path: Path, columns: dict[str, str]) -> tuple[dict[str, Any], dic
         raise TraceError(f"{path}: {'a directory' if path.is_dir() else 'missing'}; {AGAIN}")
     try:
         with pq.ParquetFile(path) as file:
-            header, schema = _told(path, file.schema_arrow), file.schema_arrow
+            schema = file.schema_arrow
+            raw = (schema.metadata or {}).get(META_KEY)
+            if raw is None:
+                raise TraceError(f"{path}: a Parquet file, but not one of Lowtide's; {AGAIN}")
+            header = json.loads(raw)
+            if not isinstance(header, dict) or header.get("record") != RECORD:
+                raise TraceError(f"{path}: its header does not describe a trace; {AGAIN}")
             for column, kind in columns.items():
-                if (times := schema.names.count(column)) != 1 and (times or column not in LATER):
-                    raise TraceError(
-                        f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {AGAIN}"
+                found = [field.type for field in schema if field.name == column]
+                if found != [arrow_type(kind)] and (found or column not in LATER):
+                    told = (
+                        f"{found[0]}, not {kind}"
+                        if len(found) == 1
+                        else "there twice"
+                        if found
+                        else "missing"
                     )
-                if times and schema.field(column).type != arrow_type(kind):
-                    raise TraceError(
-                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {AGAIN}"
-                    )
+                    raise TraceError(f"{path}: the column {column!r} is {told}; {AGAIN}")
             there = [c for c in columns if c in schema.names]
             table = file.read(columns=there)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise TraceError(f"{path}: cannot be read as Parquet ({line}); {AGAIN}") from None
-    values = {c: _column(table.column(c), columns[c]) for c in there}
-    values |= {c: ("",) * table.num_rows for c in columns if c not in values}
+    empty = ("",) * table.num_rows
+    values = {c: _column(table.column(c), kind) if c in there else empty for c, kind in columns.items()}
     for column, items in values.items():
         if any(x is None for x in items):
             raise TraceError(f"{path}: the column {column!r} has empty cells; {AGAIN}")
     return header, values
-
-
-def _told(path: Path, schema: pa.Schema) -> dict[str, Any]:
-    raw = (schema.metadata or {}).get(META_KEY)
-    if raw is None:
-        raise TraceError(f"{path}: a Parquet file, but not one of Lowtide's; {AGAIN}")
-    header = json.loads(raw)
-    if not isinstance(header, dict) or header.get("record") != RECORD:
-        raise TraceError(f"{path}: its header does not describe a trace; {AGAIN}")
-    return header
 
 
 def _column(column: pa.ChunkedArray, kind: str) -> tuple[Any, ...]:
@@ -131,7 +129,10 @@ def validate(trace: Trace) -> Trace:
     has within backward; the measured events of an op sum to what it leaves behind; first and last uses of what the step
     makes are its readers, and views its aliases; flags are known ones; the header's rows exist.
     """
-    for check in (_storages, _sums, _ops, _values, _uses, _header):
+    for what, total in (("sizes", sum(trace.storages.nbytes)), ("times", sum(trace.ops.time_ns))):
+        if total > MOST:
+            raise TraceError(f"the {what} sum to {total}, more than can be reckoned with.")
+    for check in (_storages, _ops, _values, _uses, _header):
         for problem in check(trace):
             raise TraceError(problem)
     return trace
@@ -152,12 +153,6 @@ def _storages(trace: Trace) -> Iterator[str]:
             yield f"storages: storage {s} is held by op {sts.hold[s]}, which does not exist."
         if any(n < 0 for n in sts.shape[s]):
             yield f"storages: storage {s} has the shape {sts.shape[s]}."
-
-
-def _sums(trace: Trace) -> Iterator[str]:
-    for what, total in (("sizes", sum(trace.storages.nbytes)), ("times", sum(trace.ops.time_ns))):
-        if total > MOST:
-            yield f"the {what} sum to {total}, more than can be reckoned with."
 
 
 def _ops(trace: Trace) -> Iterator[str]:
