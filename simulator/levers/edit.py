@@ -45,8 +45,6 @@ class Wish:
 
     levers: Levers
     budget_bytes: int = 0
-    # What the last byte that recomputation saves costs: ns for so many bytes; (0, 0): nobody knows yet.
-    price: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,14 +21,10 @@ from simulator.core.formats import FORMATS, HOLDS, narrow
 from simulator.core.problem import Problem
 from simulator.levers.edit import (
     Editing,
-    Ladder,
     Layout,
     Op,
     Taken,
     Value,
-    Wish,
-    by_shares,
-    ladder,
     new_op,
     users_of,
 )
@@ -59,26 +55,6 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         assert not isinstance(pair, str)
         made_of = f":{activation(trace, pair[0])}"
     Packing(editing, editing.value[s], rewrite.kind, made_of).edit()
-
-
-def adds_ns(problem: Problem, rewrite: Rewrite) -> int:
-    """By how much the step takes longer."""
-    rate = problem.once(pass_rate, lambda p: pass_rate(p.trace))
-    return at_rate(rate, costs(problem.trace, rewrite.storage, rewrite.kind)[1])
-
-
-def ladders(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
-    """Return those whose byte costs less than the last one that recomputation saves, if all of that is a thousandth of
-    the step at least; all, if that is not known. Of lossy formats by shares."""
-    ns, nbytes = wish.price
-    if not FORMATS[rewrites[0].kind].exact:
-        return by_shares(problem, rewrites, wish)
-    if not nbytes:
-        return ladder([tuple(rewrites)])
-    saves = ((r, ns * costs(problem.trace, r.storage, r.kind)[0] // nbytes) for r in rewrites)
-    gains = [(r, gain) for r, worth in saves if (gain := worth - adds_ns(problem, r)) > 0]
-    enough = 1000 * sum(gain for _, gain in gains) >= problem.trace.time_ns
-    return ladder([tuple(r for r, _ in gains)] if enough else ())
 
 
 def offer(problem: Problem, format: str) -> list[Rewrite]:

@@ -200,11 +200,6 @@ class Chooser:
         """Climb in two orders, since each way ends where no one change helps: what takes no time first, with what the
         step may wait for or without. Where the former may do alone it goes first: few others come near its bound."""
         wish, now_ns = Wish(levers=self.levers, budget_bytes=self.budget_bytes), self.problem.trace.time_ns
-        if self.steps:
-            bound = self.steps[0].bound
-            over = max(1, self.problem.saved.timeline.peak_allocated_bytes - self.budget_bytes)
-            prices = (bound.price_ns, bound.price_bytes), (bound.added_time_ns, over)  # at last, on average
-            wish = replace(wish, price=max(prices, key=lambda p: p[0] / p[1]))
         found = ladders(self.problem, wish)
         cheap = [x for x in found if time_of(self.problem, x.rungs[0]) <= now_ns]
         plain = [x for x in cheap if not x.waits]

@@ -10,8 +10,7 @@ from simulator.core.formats import FORMATS
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, in_order, rewritten
-from simulator.levers.edit import Wish
-from simulator.levers.pack import at_rate, costs, ladders, offer, pass_rate
+from simulator.levers.pack import at_rate, costs, offer, pass_rate
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, plan_with_levers
 from tests.tiny import bwd, fwd, trace
@@ -269,14 +268,9 @@ def costly() -> Trace:
 
 def test_masks_are_packed_by_default_where_their_bytes_cost_less_than_others() -> None:
     t = costly()
-    rewrites = offer(Problem(t), "bits")
-    saved, moved = costs(t, storage(t, "x"), "bits")
-    ns = at_rate(pass_rate(t), moved)
+    problem, rewrites = Problem(t), offer(Problem(t), "bits")
     assert [r.storage for r in rewrites] == [storage(t, "x")]
-    problem = Problem(t)
-    for more, rungs in ((0, ()), (t.time_ns // 1000, ()), (t.time_ns // 1000 + 1, (tuple(rewrites),))):
-        found = ladders(problem, rewrites, Wish(levers=Levers(), price=(ns + more, saved)))
-        assert [x.rungs for x in found] == ([rungs] if rungs else [])  # a thousandth of the step at least
+    saved, _ = costs(t, storage(t, "x"), "bits")
     budget = problem.saved.timeline.peak_allocated_bytes - saved // 2
     best = changed_steps(problem, budget, Levers())[0]
     assert best.rewrites == tuple(rewrites)
