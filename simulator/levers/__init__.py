@@ -14,8 +14,9 @@ from importlib import import_module
 from typing import Any, Final, cast
 
 from simulator.core.formats import FORMATS
+from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.levers.edit import Editing, Ladder, Wish, by_shares, counted
+from simulator.levers.edit import Editing, Ladder, by_shares, counted
 from traces.errors import PlanError
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Plan, Rewrite
 from traces.records.store import validate
@@ -38,9 +39,12 @@ class Lever:
         """The rewrites that the step allows; first what is worth most."""
         return cast(Iterable[Rewrite], self._ask("offer", problem, self.name))
 
-    def ladders(self, problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
-        """What of the rewrites offered can be chosen."""
-        return cast(Iterator[Ladder], self._ask("ladders", problem, rewrites, wish, otherwise=by_shares))
+    def ladders(
+        self, problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
+    ) -> Iterator[Ladder]:
+        """What of the rewrites offered can be chosen, for a budget (0: none is known)."""
+        of = problem, rewrites, levers, budget_bytes
+        return cast(Iterator[Ladder], self._ask("ladders", *of, otherwise=by_shares))
 
     def edit(self, editing: Editing, rewrite: Rewrite) -> None:
         """Change the trace. Raises PlanError if the rewrite means nothing there."""

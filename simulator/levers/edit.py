@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, Final, TypeVar, cast
 
-from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from traces.records.plan import Rewrite
 from traces.records.store import validate
@@ -40,14 +39,6 @@ SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """The question that plans are made for."""
-
-    levers: Levers
-    budget_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
     """Sets of rewrites of which a plan takes none or one; the next rung changes more than the one before."""
 
@@ -70,7 +61,7 @@ def parts(rewrites: Sequence[Rewrite]) -> list[tuple[Rewrite, ...]]:
     return [tuple(rewrites[a:b]) for a, b in pairwise(ends) if a < b]
 
 
-def by_shares(_: Problem, rewrites: Sequence[Rewrite], __: Wish) -> Iterator[Ladder]:
+def by_shares(_: Problem, rewrites: Sequence[Rewrite], *__: object) -> Iterator[Ladder]:
     """A quarter of what is offered, half of it, and so on."""
     return ladder(accumulate(parts(rewrites)))
 

@@ -22,8 +22,9 @@ from itertools import accumulate
 from typing import Final
 
 from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
+from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.levers.edit import Editing, Ladder, Layout, Taken, Value, Wish, ladder, new_op, users_of
+from simulator.levers.edit import Editing, Ladder, Layout, Taken, Value, ladder, new_op, users_of
 from simulator.levers.pack import Packing, needed
 from traces.devices import device
 from traces.errors import PlanError, SpecError
@@ -47,22 +48,26 @@ def offer(problem: Problem, kind: str = "offload") -> Iterator[Rewrite]:
         yield from (replace(r, bytes_per_s=0) for r in step.placed(step.ranked, UNKNOWN))
 
 
-def ladders(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[Ladder]:
+def ladders(
+    problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
+) -> Iterator[Ladder]:
     """Return what is offered and host memory has room for; the two smallest sets are tried first.
 
     Raises:
         SpecError: nobody says how fast copies are.
     """
-    for made in ladder(_rungs(problem, rewrites, wish)):
+    for made in ladder(_rungs(problem, rewrites, levers, budget_bytes)):
         yield replace(made, first=range(min(2, len(made.rungs))), waits=True)
 
 
-def _rungs(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterator[tuple[Rewrite, ...]]:
+def _rungs(
+    problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
+) -> Iterator[tuple[Rewrite, ...]]:
     """Return sets worth a plan, of what is offered and host memory has room for, each placed for itself: as few of
     those that hide as make room for everything else; or else half of them, all, and rising numbers of the rest.
     """
-    trace, left = problem.trace, wish.levers.host_bytes
-    rate = wish.levers.host_bytes_per_s or rewrites[0].bytes_per_s
+    trace, left = problem.trace, levers.host_bytes
+    rate = levers.host_bytes_per_s or rewrites[0].bytes_per_s
     if not rate:
         raise SpecError(
             f"--levers offload: the device table lacks {trace.meta.target}; give --host-bandwidth, such as 25GB."
@@ -75,8 +80,8 @@ def _rungs(problem: Problem, rewrites: Sequence[Rewrite], wish: Wish) -> Iterato
             fit.append(s)
     step = problem.once(_Step, _Step)
     hidden = step.hidden(fit, rate)
-    few = bisect_left(range(len(hidden)), True, key=lambda n: step.fits(hidden[:n], rate, wish.budget_bytes))
-    if few and step.fits(hidden[:few], rate, wish.budget_bytes):
+    few = bisect_left(range(len(hidden)), True, key=lambda n: step.fits(hidden[:n], rate, budget_bytes))
+    if few and step.fits(hidden[:few], rate, budget_bytes):
         yield step.placed(hidden[:few], rate)
         return
     rest = [s for s in fit if s not in hidden]

@@ -32,7 +32,6 @@ from simulator.levers.edit import (
     Op,
     Taken,
     Value,
-    Wish,
     new_op,
 )
 from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
@@ -78,7 +77,7 @@ def offer(problem: Problem, kind: str = "tile") -> Iterator[Rewrite]:
                 yield Rewrite(kind=kind, storage=stretch.storage, number=number)
 
 
-def ladders(problem: Problem, rewrites: Sequence[Rewrite], _: Wish) -> Iterator[Ladder]:
+def ladders(problem: Problem, rewrites: Sequence[Rewrite], *_: object) -> Iterator[Ladder]:
     """A ladder of numbers of tiles for all that is alike, as layers are. Of one every rung is tried, of several two
     tiles and a middle number first."""
     ops, sts = problem.trace.ops, problem.trace.storages

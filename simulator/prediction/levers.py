@@ -20,7 +20,7 @@ from simulator.core.facts import waiting_ns
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS, UNASKED, checked, draft_problem, exactness_of, in_order
-from simulator.levers.edit import Ladder, Wish
+from simulator.levers.edit import Ladder
 from simulator.planners.outcome import Infeasible, percent
 from traces.errors import SpecError
 from traces.records.plan import APPROXIMATE, ERRORS_COMMAND, FP, Plan, Rewrite
@@ -51,10 +51,14 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
 
 
-def ladders(problem: Problem, wish: Wish) -> list[Ladder]:
+def ladders(problem: Problem, levers: Levers, budget_bytes: int = 0) -> list[Ladder]:
     """The ladders of all that is allowed. Raises SpecError as `offered`, or if nobody says how fast copies are."""
-    of_kinds = offered(problem, wish.levers).items()
-    return [x for kind, rewrites in of_kinds for x in LEVERS[kind].ladders(problem, rewrites, wish)]
+    of_kinds = offered(problem, levers).items()
+    return [
+        x
+        for kind, rewrites in of_kinds
+        for x in LEVERS[kind].ladders(problem, rewrites, levers, budget_bytes)
+    ]
 
 
 def climb(of: Sequence[Ladder], worth: Callable[[Rewrites], int | Worth]) -> Rewrites:
@@ -199,8 +203,7 @@ class Chooser:
     def _search(self) -> None:
         """Climb in two orders, since each way ends where no one change helps: what takes no time first, with what the
         step may wait for or without. Where the former may do alone it goes first: few others come near its bound."""
-        wish, now_ns = Wish(levers=self.levers, budget_bytes=self.budget_bytes), self.problem.trace.time_ns
-        found = ladders(self.problem, wish)
+        found, now_ns = ladders(self.problem, self.levers, self.budget_bytes), self.problem.trace.time_ns
         cheap = [x for x in found if time_of(self.problem, x.rungs[0]) <= now_ns]
         plain = [x for x in cheap if not x.waits]
         orders = [[*first, *(x for x in found if x not in first)] for first in (plain, cheap)]
@@ -291,7 +294,7 @@ def plan_with_levers(
 def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
     check_named(levers)
-    found = ladders(problem, Wish(levers=levers))
+    found = ladders(problem, levers)
     return floor_of(
         problem, climb(found, lambda rs: -floor_of(problem, rs) if allowed(rs, levers) else -MOST)
     )
@@ -344,7 +347,7 @@ def _of(problem: Problem, plan: Plan, rewrites: Rewrites, levers: Levers) -> Pla
 def _helpful(problem: Problem, levers: Levers) -> str:
     """In words, the rewrites that would lower the floor most, if they are not allowed; or why there are none."""
     could = Levers(allow="approximate", kinds=UNASKED)
-    best = climb(ladders(problem, Wish(levers=could)), lambda rs: -floor_of(problem, rs))
+    best = climb(ladders(problem, could), lambda rs: -floor_of(problem, rs))
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
     if allowed.issuperset(best):
         return nothing_in_tiles(problem.trace, levers)

@@ -10,7 +10,6 @@ from simulator.bounds import bounder_of
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS, exactness_of, rewritten_problem
-from simulator.levers.edit import Wish
 from simulator.planners.outcome import percent
 from simulator.prediction.levers import climb, floor_of, ladders
 from simulator.show.tables import table
@@ -85,7 +84,7 @@ def _each_alone(problem: Problem) -> dict[str, tuple[Rewrite, ...]]:
     found: dict[str, tuple[Rewrite, ...]] = {}
     for kind in LEVERS:
         with suppress(SpecError):  # nobody says how fast copies to host memory are
-            of = ladders(problem, Wish(levers=Levers(allow="approximate", kinds=(kind,))))
+            of = ladders(problem, Levers(allow="approximate", kinds=(kind,)))
             lowest = climb(of, lambda rs: -floor_of(problem, rs))
             if chosen := lowest or next((rung for x in of for rung in x.rungs), ()):
                 found[kind] = chosen

@@ -16,7 +16,6 @@ from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from simulator.levers import exactness_of, offload, rewritten, rewritten_problem
-from simulator.levers.edit import Wish
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
 from simulator.studies.levers import study
@@ -58,8 +57,11 @@ def all_hidden(t: Trace) -> tuple[Rewrite, ...]:
 
 
 def rungs(t: Trace, levers: Levers, budget_bytes: int = 0) -> list[tuple[Rewrite, ...]]:
-    wish = Wish(levers=levers, budget_bytes=budget_bytes)
-    return [rung for ladder in offload.ladders(Problem(t), offered(t), wish) for rung in ladder.rungs]
+    return [
+        rung
+        for ladder in offload.ladders(Problem(t), offered(t), levers, budget_bytes)
+        for rung in ladder.rungs
+    ]
 
 
 def offered(t: Trace) -> list[Rewrite]:
