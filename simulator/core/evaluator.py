@@ -100,8 +100,6 @@ class Evaluator:
         self.born = [0] * self.forward  # bytes that each op of forward makes
         for s in self.made_forward:
             self.born[self.producer[s]] += self.nbytes[s]
-        self._evictions: dict[int, tuple[int, ...]] = {}  # of the walk before, and as arrays
-        self._evict_at = self._evicted = np.empty(0, np.int32)
         stays = np.array(problem.saved_by_default, np.uint8) | np.array(problem.pinned, np.uint8)
         self._saved_by_default = np.array(made_forward, np.uint8) & stays
         self._saved_by_default[list(problem.reloaded)] = 0
@@ -211,13 +209,10 @@ class Evaluator:
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
         """(peak, added time, peak step, steps with those of forward); raises PlanError as `cost` does."""
-        if state.evictions != self._evictions:
-            flat = [(k, s) for k, each in sorted(state.evictions.items()) for s in each]
-            self._evictions = dict(state.evictions)
-            self._evict_at = np.array([k for k, _ in flat], np.int32)
-            self._evicted = np.array([s for _, s in flat], np.int32)
+        flat = [(k, s) for k, each in sorted(state.evictions.items()) for s in each]
+        at, evicted = (np.array([pair[k] for pair in flat], np.int32) for k in (0, 1))
+        choice = Choice(state.saved, state.retained, at, evicted)
         while True:
-            choice = Choice(state.saved, state.retained, self._evict_at, self._evicted)
             found = walk(self.facts, choice, self._work)
             if found[0] >= 0:
                 return found

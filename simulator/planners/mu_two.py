@@ -316,7 +316,12 @@ def exchanged(search: Search, found: Found) -> Found:
     limit = search.evaluations + MOST_EXCHANGES
     for _ in range(PASSES):
         before, offer = found, _Offer(search, found)
-        gains = {group: offer.gain_ns(group) for group in _evicted(search, found.state)}
+        # What one op makes is saved again together, since it runs for all of it.
+        made: dict[int, list[int]] = {}
+        for s in search.problem.candidates:
+            if not found.state.saved[s]:
+                made.setdefault(search.evaluator.producer[s], []).append(s)
+        gains = {group: offer.gain_ns(group) for group in map(tuple, made.values())}
         prices = {g: gain / sum(search.evaluator.nbytes[s] for s in g) for g, gain in gains.items() if gain}
         for group in sorted(prices, key=lambda g: (-prices[g], g)):
             if search.clock.over or search.evaluations >= limit:
@@ -327,15 +332,6 @@ def exchanged(search: Search, found: Found) -> Found:
         if found is before:
             break
     return found
-
-
-def _evicted(search: Search, state: State) -> list[tuple[int, ...]]:
-    """The candidates that are computed again; those that one op makes together, since it runs for all of them."""
-    groups: dict[int, list[int]] = {}
-    for s in search.problem.candidates:
-        if not state.saved[s]:
-            groups.setdefault(search.evaluator.producer[s], []).append(s)
-    return [tuple(g) for g in groups.values()]
 
 
 class _Offer:

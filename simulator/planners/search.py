@@ -211,11 +211,10 @@ def _anneal(
         target_ns=good_enough_ns,
         ns_per_byte=bound.price_ns / bound.price_bytes,
     )
-    best = (
-        _improve(annealer, walk, greedy, known, steps, bound)
-        if known
-        else _find(annealer, walk, greedy, steps)
-    )
+    if known:
+        best: Found | None = _improve(annealer, walk, greedy, known, steps, bound)
+    else:
+        best = _find(annealer, walk, greedy, steps)
     greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, annealer.lowest_peak_bytes)
     return tidy(greedy, best.state.copy()) if best else None
 
@@ -235,9 +234,8 @@ def _improve(
             if found is start and start.time_ns - best.time_ns < worth_ns:
                 return best
         best = walk(best.state, int(SHORT_SHARE * steps), heat=COOL_HEAT) or best
-    return _last_walks(
-        annealer, walk, greedy, int((1 - COARSE_FIRST - 3 * WALK_ROUNDS * SHORT_SHARE) * steps), best
-    )
+    rest = int((1 - COARSE_FIRST - 3 * WALK_ROUNDS * SHORT_SHARE) * steps)
+    return _last_walks(annealer, walk, greedy, rest, best)
 
 
 def _find(annealer: Annealer, walk: Walk, greedy: Search, steps: int) -> Found | None:

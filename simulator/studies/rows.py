@@ -65,11 +65,11 @@ def row_of(a: Answer, plan: Answer | None = None, **more: Any) -> Row:
         "budget_bytes": a.budget_bytes,
         "solve_seconds": round(a.solve_seconds, 3),
         "feasible": plan.found is not None,
-        "lowest_peak_bytes": refused.figures["lowest_peak_bytes"]
-        if isinstance(refused, Infeasible)
-        else None,
+        "lowest_peak_bytes": None,
         "message": "" if refused is None else str(refused),
     }
+    if isinstance(refused, Infeasible):
+        known["lowest_peak_bytes"] = refused.figures["lowest_peak_bytes"]
     if plan.found is not None:
         c, figures = plan.found, plan.found.planned_figures
         known |= {
