@@ -8,10 +8,15 @@ import json
 
 import click
 
-from simulator.cli.models import max_batch_command, sweep_command
 from simulator.cli.plan import plan_command
 from simulator.cli.replay import replay_command
-from simulator.cli.studies import compare_command, levers_command, pareto_command
+from simulator.cli.studies import (
+    compare_command,
+    levers_command,
+    max_batch_command,
+    pareto_command,
+    sweep_command,
+)
 from traces.commands import DefaultGroup, echo
 
 DEFAULT_COMMAND = ""  # a name that no trace can have

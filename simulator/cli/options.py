@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from simulator.core.limits import ALLOW, BIT_EXACT, DEFAULTS
-from traces.commands import OUTPUT, Decorator, Output, echo, gathered
+from traces.commands import OUTPUT, Output, echo, gathered
 from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED
+
+if TYPE_CHECKING:
+    from simulator.studies.rows import Study
 
 Words = dict[str, Any]  # of a question, by the names that `simulator.prediction.ask.question` has for them
 
@@ -76,9 +80,7 @@ TRACE_WORDS: Final = click.argument(
 OWN_WORDS: Final = ("--batch-size", "-o", "--output", "-f", "--force", "--json")  # not for `trace`
 
 
-def asking(*options: Decorator) -> Decorator:
-    """Give a command these options of a question, and it their values as `words`."""
-    return gathered("words", dict, *options)
+asking: Final = partial(gathered, "words", dict)  # gives a command options of a question, and it their values
 
 
 def listed(option: str, text: str) -> tuple[str, ...]:
@@ -101,26 +103,13 @@ def words_for_trace(model: str, words: tuple[str, ...], *own: str) -> tuple[str,
     return words
 
 
-# What is shown
-
-
-class Shown(Protocol):
-    """An answer that a command shows."""
-
-    def to_json(self) -> dict[str, Any]: ...
-
-    def lines(self) -> list[str]: ...
-
-
-def show(out: Output, found: Shown) -> None:
-    """The answer on stdout, as one JSON object or to read; a study's page before it, if one is asked for."""
+def show(out: Output, found: Study[Any]) -> None:
+    """A study on stdout, as one JSON object or to read; its page before that, if one is asked for."""
     if out.report is not None:
-        from simulator.report.study import write_study
-        from simulator.studies.rows import Study
+        from simulator.report.step import write_study
 
-        assert isinstance(found, Study)
         write_study(out.report, found)
-    out.show(found.to_json, lambda: "\n".join(found.lines()))
+    out.show(lambda: found.data, lambda: "\n".join(found.lines()))
 
 
 def _output(as_json: bool, quiet: bool, report: Path | None = None) -> Output:

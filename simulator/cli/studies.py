@@ -1,12 +1,34 @@
-"""`simulate compare`, `pareto` and `levers`: studies of one trace."""
+"""The studies: `simulate compare`, `pareto` and `levers` of one trace, `sweep` and `max-batch` of one model at several
+batch sizes.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import click
 
-from simulator.cli.options import BUDGET, DEVICE, PLANNER, SEARCH, Words, asking, listed, output_options, show
-from traces.commands import Output
-from traces.errors import BudgetError
+from simulator.cli.options import (
+    ALLOC_CONF,
+    BUDGET,
+    BUDGET_OF,
+    DEVICE,
+    LEVERS,
+    PLANNER,
+    SEARCH,
+    TRACE_WORDS,
+    Words,
+    answer_options,
+    asking,
+    listed,
+    output_options,
+    show,
+    words_for_trace,
+)
+from traces.commands import Output, Refused
+from traces.errors import BudgetError, SpecError
 
 
 @click.command("compare")
@@ -62,3 +84,92 @@ def levers_command(trace_name: str, out: Output) -> None:
 
     out.say("comparing levers")
     show(out, study(problem_of(trace_name), trace_name))
+
+
+@click.command("sweep", context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@TRACE_WORDS
+@click.option("--batch-sizes", required=True, help="Batch sizes, such as 8,16,32,64.")
+@asking(BUDGET, BUDGET_OF, ALLOC_CONF, PLANNER, *SEARCH, *LEVERS)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result (default: MODEL-sweep)."
+)
+@output_options
+def sweep_command(
+    model: str, trace_words: tuple[str, ...], batch_sizes: str, words: Words, output: Path | None, out: Output
+) -> None:
+    """Trace and plan MODEL at several batch sizes.
+
+    Any other option goes to `trace`, such as --seq-len 512 or --target h200. Traces, plans and sweep.json are written
+    to one directory; a trace that the same options made before is used again. A batch size for which no plan fits is
+    reported as such; the exit code is 1 only if none fits.
+    """
+    from simulator.prediction.ask import question
+    from simulator.studies.sweep import sweep
+    from simulator.studies.tracing import Traced
+
+    asked, sizes = question(**words), listed("--batch-sizes", batch_sizes)
+    if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
+        raise SpecError(
+            f"--batch-sizes {batch_sizes!r}: give positive whole numbers with commas, such as 8,16,32."
+        )
+    traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words))
+    found = sweep(traced, list(map(int, sizes)), asked, out.say)
+    if out.report is not None:
+        from simulator.report.sweep import write_sweep
+
+        write_sweep(out.report, found, root=traced.directory)
+    out.show(found.to_json, lambda: "\n".join(found.lines(traced.directory)))
+    if not any(row.feasible for row in found.rows):
+        raise BudgetError(f"no batch size fits: {found.rows[0].message}")
+
+
+@click.command("max-batch", context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@TRACE_WORDS
+@click.option(
+    "--budget-overhead", default="30%", show_default=True, help="Time that a plan may add to a step."
+)
+@click.option("--multiple-of", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Try only multiples of this.")  # fmt: skip
+@click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
+              help="Largest batch size to try.")  # fmt: skip
+@asking(*DEVICE, PLANNER, *SEARCH, *LEVERS)
+@click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
+              help="Directory of the result (default: MODEL-max-batch).")  # fmt: skip
+@answer_options
+def max_batch_command(
+    model: str, trace_words: tuple[str, ...], budget_overhead: str, words: Words, out: Output, **limits: Any
+) -> None:
+    """Find the largest batch of MODEL that fits a device, without a plan and with one.
+
+    \b
+    simulate max-batch bert-base --gpu a100-40 --seq-len 512
+    simulate max-batch resnet50 --gpu a100-40 --budget-overhead 10% --alloc-conf expandable_segments:True
+    simulate max-batch resnet18 --memory 2GiB --image-size 96 --device cpu     on the CPU, its ops measured
+
+    Any other option goes to `trace`. Traces and plans stay in one directory and are used again. On a GPU reserved
+    memory must fit, and 2 % stay free; on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
+    """
+    from simulator.studies.max_batch import max_batch
+    from traces.files import canonical_json, write_text
+
+    words_for_trace(model, trace_words, "--target")  # which --gpu decides
+    price = _percent(budget_overhead)
+    words |= {"budget_overhead_percent": price, "trace_options": trace_words, "progress": out.say, **limits}
+    found = max_batch(model, **words)
+    write_text(found.directory / "max-batch.json", canonical_json(found.data) + "\n")
+    show(out, found)
+    if not found.with_plan:
+        smallest = f"{found.data['device_memory']['device']} at batch {limits['multiple_of']}"
+        raise Refused(f"{model} does not fit {smallest}, with or without a plan.", 1)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise SpecError(f"--budget-overhead {text!r}: give a share of the step's time, such as 10%.")
+    return value

@@ -1,11 +1,11 @@
-"""The page of one step: where its memory goes, and what a plan saves and costs."""
+"""The page of one step: where its memory goes, and what a plan saves and costs; and that of a study of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem, Replay, holdings, peak_by_category
@@ -19,6 +19,7 @@ from simulator.prediction.step import provenance as figures_from
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
+from simulator.studies.rows import Study
 from traces.records.plan import RECOMPUTE, SAVE, Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import show_bytes, show_percent, show_time
@@ -43,6 +44,27 @@ def write_step(path: str | Path, found: Answer) -> Path:
     return write_page(path, page)
 
 
+def write_study(path: str | Path, found: Study[Any]) -> Path:
+    """Write the page, whole or not at all; raises EnvironmentProblem if a package that reports need is not
+    installed.
+    """
+    problem, blocks = found.problem, list[Block]()
+    if any(found.curves.values()):
+        caption = (
+            "Red: the cheapest plan found for each budget. Dashed: no plan for that budget adds less, certified for "
+            "plans that keep the order of the ops. What lies between is all that any planner could still gain. Only "
+            "the points are worked out."
+        )
+        blocks.append(Chart(charts.front(found.curves), caption))
+    note = Text(
+        f"{provenance(problem.trace)} Every figure on this page is predicted; nothing was run.", "note"
+    )
+    beside = note, *warned(map(text, warnings_of(problem)))
+    answer = Section("Answer", (Text(found.words), *beside, *blocks, found.table))
+    model = Section("Model and trace", (metadata(problem.trace),))
+    return write_page(path, Page(found.short, describe(problem.trace.meta), (answer, model)))
+
+
 def simulation_sections(
     c: Prediction, measured_curve: Sequence[tuple[int, int]] | None = None
 ) -> tuple[Section, ...]:
@@ -57,11 +79,6 @@ def simulation_sections(
 
 
 # What stands beside figures
-
-
-def about(problem: Problem, also: str) -> tuple[Text, ...]:
-    """Where the figures of a page come from, and what must be said beside them."""
-    return (Text(provenance(problem.trace) + also, "note"), *warned(list(map(text, warnings_of(problem)))))
 
 
 def provenance(trace: Trace) -> str:

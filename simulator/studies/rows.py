@@ -127,9 +127,6 @@ class Study(Generic[R]):
         warned = (f"warning {text}" for text in self.data.get("warnings", ()))
         return [self.words, *self.table.without(*self.aside).lines(), *self.notes, *warned]
 
-    def to_json(self) -> dict[str, Any]:
-        return self.data
-
 
 def asked(problem: Problem, trace_name: str, setting: Setting) -> dict[str, Any]:
     """Return what the JSON of a study begins with."""

@@ -302,7 +302,7 @@ def test_a_larger_batch_fits_with_the_loss_head_in_tiles(
     assert largest("bit").with_plan == 2
     found = largest("fp")
     assert found.with_plan > 8
-    assert found.to_json()["allow"] == "fp"
+    assert found.data["allow"] == "fp"
 
 
 def test_a_changed_step_that_contradicts_itself_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
