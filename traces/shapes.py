@@ -54,12 +54,10 @@ class Shapes:
 
     @property
     def count(self) -> int:
-        """How many shapes there are."""
         return math.prod(map(len, self.ranges.values()))
 
     @property
     def largest(self) -> Sizes:
-        """The shape with the largest size of each."""
         return {name: sizes[-1] for name, sizes in self.ranges.items()}
 
     def looked_at(self) -> tuple[Sizes, ...]:

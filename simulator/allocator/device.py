@@ -156,7 +156,6 @@ class DeviceFit:
         return 0 if self.reserved is None or self.out_of_memory else self.reserved.retries_a_step
 
     def figures(self, step_time_ns: int | None = None) -> RunFigures:
-        """The headline figures."""
         of = self.reserved
         return RunFigures(
             peak_allocated_bytes=self.peak_allocated_bytes,

@@ -160,7 +160,6 @@ class Bound:
         return round(100 * (step_ns - saved_ns - self.added_time_ns) / saved_ns, 4)
 
     def to_json(self) -> dict[str, Any]:
-        """The `bound` of `simulate --json`."""
         return {
             "overhead_percent": self.overhead_percent if self.feasible else None,
             "added_time_ns": self.added_time_ns if self.feasible else None,

@@ -136,7 +136,6 @@ class Facts:
 
     @cached_property
     def candidate_set(self) -> frozenset[int]:
-        """The candidates, to look up."""
         return frozenset(self.candidates)
 
     @cached_property

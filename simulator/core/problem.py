@@ -41,7 +41,6 @@ class Timeline:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The peak of the whole step."""
         return max(self.peak_bytes, default=self.resident_bytes)
 
     @property
@@ -188,5 +187,4 @@ class Problem(Facts):
 
     @cached_property
     def saved(self) -> Replay:
-        """The step with everything saved."""
         return self.replay()

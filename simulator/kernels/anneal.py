@@ -247,7 +247,6 @@ def propose(kind: int, moves: Any, of_storage: Any, w: Any, n_evictions: int) ->
 
 @inner
 def copy(of: Any, to: Any, n: int) -> None:
-    """The first n columns."""
     for j in range(n):
         to[0, j], to[1, j] = of[0, j], of[1, j]
 
@@ -266,7 +265,6 @@ def move(moves: Any, of_storage: Any, w: Any) -> Any:
 
 @inner
 def take_back(of_storage: Any, w: Any, n_log: int) -> None:
-    """Undo the last move."""
     for j in range(n_log - 1, -1, -1):
         if w.log[0, j] < 0:
             of_storage[~w.log[0, j]].weight = w.figures[0].weight_before
@@ -277,7 +275,6 @@ def take_back(of_storage: Any, w: Any, n_log: int) -> None:
 
 @inner
 def note_best(of_storage: Any, w: Any) -> None:
-    """The state at hand is the best so far."""
     figures = w.figures[0]
     figures.best_added_ns, figures.best_evictions = figures.added_ns, figures.evictions
     for s in range(w.saved.shape[0]):

@@ -67,7 +67,6 @@ def by_shares(_: Problem, rewrites: Sequence[Rewrite], *__: object) -> Iterator[
 
 
 def counted(_: Trace, rewrites: Sequence[Rewrite]) -> str:
-    """How many values are changed."""
     return f"{len(rewrites)} values"
 
 
@@ -224,13 +223,11 @@ class Editing:
         self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
 
     def take(self, op: Op, inputs: Sequence[Op]) -> None:
-        """Let an op take the values of these."""
         op.inputs = inputs
         for x in inputs:
             self._users_of(x).append(op)
 
     def read(self, op: Op, values: Sequence[Value]) -> None:
-        """Let an op read these."""
         op.reads = values
         for v in values:
             self._users_of(v).append(op)
@@ -254,11 +251,9 @@ class Editing:
         (self._made if value in self._made else self._values).remove(value)
 
     def there(self, op: Op) -> bool:
-        """Return whether an op has not been taken out."""
         return op not in self._instead
 
     def position(self, op: Op) -> int:
-        """Where an op stands."""
         return self.order.index(op, bisect_left(self.order, op.at, key=attrgetter("at")))
 
     def insert(self, new: Op, place: Op, *, after: bool = False) -> None:

@@ -260,7 +260,6 @@ def _factor(editing: Editing, stretch: Stretch) -> tuple[Value, list[Op]]:
 
 
 def _least_ns(trace: Trace) -> int:
-    """The least that an op of the trace takes."""
     return min((t for t in trace.ops.time_ns if t), default=0)
 
 

@@ -208,12 +208,10 @@ class Walk:
 
     @property
     def over(self) -> bool:
-        """True if the walk is at a state over the budget."""
         return bool(self.figures["over_bytes"])
 
     @property
     def steps(self) -> int:
-        """How many it has walked."""
         return int(self.figures["steps"])
 
     def go(
@@ -233,7 +231,6 @@ class Walk:
             annealer.best = Found(state=found, time_ns=self.evaluator.base_time_ns + best_ns)
 
     def state(self) -> State:
-        """Where it is."""
         w = self.walked
         return state_of(w.saved, w.retained, w.evictions[:, : int(self.figures["evictions"])])
 

@@ -351,7 +351,6 @@ class _Offer:
         self.slack_bytes = search.budget_bytes - search.walk(found.state)[0]
 
     def gain_ns(self, group: tuple[int, ...]) -> int:
-        """The time saved if all values of one op are saved again."""
         costs = self.costs
         ops = costs.chain(group[0])
         return sum(costs.evaluator.time_ns[k] for k in ops if costs.used[k] == len(group))

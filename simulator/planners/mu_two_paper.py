@@ -145,7 +145,6 @@ class Greedy:
         return min(self.pool, key=lambda s: (self.total[s] / nbytes[s], s))
 
     def until(self, s: int) -> int:
-        """The op until which a chosen tensor is away."""
         return self.trace.storages.first_backward_use[s]
 
     def _inherit(self, t: int, r: int) -> None:
@@ -178,7 +177,6 @@ class Greedy:
             self.total[c] = count * self.recomp_time[c]
 
     def peak(self) -> int:
-        """Algorithm G's peak."""
         return max(self.levels(), default=self.trace.resident_bytes)
 
     def levels(self) -> list[int]:
@@ -220,7 +218,6 @@ class Swapping(Greedy):
         return s
 
     def until(self, s: int) -> int:
-        """The op until which a chosen tensor is away."""
         return self.prompts.get(s, self.trace.storages.first_backward_use[s])
 
     def swap(self, s: int) -> tuple[int, int]:

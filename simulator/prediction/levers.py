@@ -108,7 +108,6 @@ def floor_of(problem: Problem, rewrites: Rewrites) -> int:
 
 
 def time_of(problem: Problem, rewrites: Rewrites) -> int:
-    """The time in ns of the ops of the step so changed."""
     return draft_problem(problem, rewrites).trace.time_ns
 
 
@@ -184,7 +183,6 @@ class Chooser:
         return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(self.budget_bytes))
 
     def worth(self, rewrites: Rewrites) -> Worth:
-        """Return what the step so changed is worth."""
         if rewrites not in self.judged:
             self.judged[rewrites] = self._judge(rewrites)
         return self.judged[rewrites]

@@ -48,7 +48,6 @@ class Prediction:
 
     @property
     def planned_fit(self) -> DeviceFit:
-        """Return what it needs with the plan."""
         return self._fit(self.step, self.plan.actions, self.planned, self.planned_setting)
 
     @property
@@ -70,12 +69,10 @@ class Prediction:
 
     @property
     def saved_figures(self) -> RunFigures:
-        """The headline figures with everything saved."""
         return self.saved_fit.figures(self.saved.timeline.step_time_ns)
 
     @property
     def planned_figures(self) -> RunFigures:
-        """The headline figures with the plan."""
         return self.planned_fit.figures(self.planned.timeline.step_time_ns)
 
     @property

@@ -32,7 +32,6 @@ class Text:
 
 
 def warned(texts: Iterable[str]) -> tuple[Text, ...]:
-    """Return what must be said beside figures."""
     return tuple(Text(text, "warning") for text in texts)
 
 
@@ -51,16 +50,12 @@ Block = Text | Table | Chart
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what stands under it."""
-
     title: str
     blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A whole page."""
-
     title: str
     subtitle: str
     sections: Sequence[Section] = field(default_factory=tuple)

@@ -68,7 +68,6 @@ def write_study(path: str | Path, found: Study[Any]) -> Path:
 def simulation_sections(
     c: Prediction, measured_curve: Sequence[tuple[int, int]] | None = None
 ) -> tuple[Section, ...]:
-    """Every section about the prediction but the headline."""
     return (
         Section("Memory over the step", memory_blocks(c, measured_curve)),
         Section("What holds the memory at the peak", peak_blocks(c)),
@@ -315,7 +314,6 @@ def recomputations(trace: Trace, replay: Replay) -> tuple[Recomputation, ...]:
 
 
 def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
-    """Return what runs again, by op."""
     trace, ops = c.step.trace, c.step.trace.ops
     found = recomputations(trace, c.planned)
     if not found:

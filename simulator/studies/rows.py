@@ -90,7 +90,6 @@ def columns(*chosen: str | tuple[str, str, Any]) -> list[tuple[str, str, Any]]:
 
 
 def rows_json(rows: Iterable[Row], keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Return what JSON has of each row."""
     return [{key: getattr(row, key) for key in keys} for row in rows]
 
 
@@ -123,7 +122,6 @@ class Study(Generic[R]):
         return notebook.framed(self.short, self.table, picture)
 
     def lines(self) -> list[str]:
-        """The answer to read."""
         warned = (f"warning {text}" for text in self.data.get("warnings", ()))
         return [self.words, *self.table.without(*self.aside).lines(), *self.notes, *warned]
 
@@ -143,6 +141,5 @@ def asked(problem: Problem, trace_name: str, setting: Setting) -> dict[str, Any]
 
 
 def baseline(problem: Problem, saved: Replay, setting: Setting) -> dict[str, int | None]:
-    """The headline figures with everything saved."""
     fit = device_fit(problem, saved, replace(setting, asked=False))
     return fit.figures(saved.timeline.step_time_ns).headline()

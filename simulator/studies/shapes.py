@@ -82,7 +82,6 @@ class OverShapes:
         return [p for p in self.peaks if p.peak_allocated_bytes > limit]
 
     def running(self, way: str) -> list[ShapePeak]:
-        """The shapes that run so."""
         return [p for p in self.peaks if p.runs == way]
 
     @property
@@ -109,7 +108,6 @@ class OverShapes:
         }
 
     def lines(self) -> list[str]:
-        """The answer to read."""
         count, looked, worst, r = self.shapes.count, len(self.peaks), self.worst, self.reserved
         which = f"all {count:,}" if looked == count else f"{looked} of {count:,}"
         lines = [

@@ -148,7 +148,6 @@ class Measurement(JsonRecord):
 
     @property
     def limited_bytes(self) -> int | None:
-        """The measured peak that the budget limits."""
         return self.measured.peak_bytes(self.budget_of)
 
     @property

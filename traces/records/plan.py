@@ -137,7 +137,6 @@ class Plan(JsonRecord):
 
     @property
     def by_recipe(self) -> dict[str, int]:
-        """How many storages have each recipe."""
         return dict(sorted(Counter(a.recipe for a in self.actions).items()))
 
     def to_json(self) -> dict[str, Any]:
@@ -183,7 +182,6 @@ class Plan(JsonRecord):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that parsed JSON holds; ValueError if it is none."""
         if lacking := sorted({"planner", "budget_bytes", "exactness", "predicted", "actions"} - data.keys()):
             raise ValueError(f"it lacks {lacking[0]}")
         return from_json(cls, {**data, "meta": data.get("trace")})

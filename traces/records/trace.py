@@ -251,7 +251,6 @@ class TraceMeta:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TraceMeta:
-        """Build a header from parsed JSON; raises ValueError if it is not one."""
         return from_json(cls, data)
 
 
@@ -272,7 +271,6 @@ class Trace:
 
     @property
     def time_ns(self) -> int:
-        """Sum of the op times of one step with everything saved."""
         return sum(self.ops.time_ns)
 
     @property
@@ -284,7 +282,6 @@ class Trace:
 
     @property
     def saved(self) -> tuple[int, ...]:
-        """The storages that forward makes and backward reads."""
         ops, sts = self.ops, self.storages
         return tuple(
             s
