@@ -37,7 +37,7 @@ def write_measurement(
     """
     m = measurement
     setting = setting_of(trace.meta, plan.meta.alloc_conf or None)
-    c = predict(Problem(trace), setting, plan, m.budget_bytes)
+    c = predict(Problem(trace), setting, plan)
     runs = (
         ("eager", RunFigures(), m.eager),
         ("save-all", m.keep_all_predicted, m.keep_all),

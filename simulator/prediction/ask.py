@@ -363,7 +363,6 @@ def ask(
     """
     asked = predict(problem, question.setting(problem.trace.meta))
     limit, of = question.limit(asked)
-    asked = replace(asked, budget_bytes=limit)
     answer = Answer(question=question, trace_name=name, asked=asked, budget_bytes=limit, budget_of=of)
     _ = answer.bound  # which takes none of the planners' time
     say(f"planning with {question.planner_name}")
@@ -411,7 +410,7 @@ def _planned(a: Answer, say: Say) -> Prediction:
     setting = under.get(step, setting)
     ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
     plan = replace(plan, budget_bytes=limit, budget_of=a.budget_of, ahead_bytes=ahead)
-    return completed(predict(problem, asking_ahead(setting, 0), plan, limit))
+    return completed(predict(problem, asking_ahead(setting, 0), plan))
 
 
 def completed(c: Prediction) -> Prediction:
@@ -475,7 +474,7 @@ def simulate(
     if plan is not None and alloc_conf is None and plan.meta.alloc_conf != problem.trace.meta.alloc_conf:
         alloc_conf = plan.meta.alloc_conf
     setting = question(alloc_conf=alloc_conf, device=device).setting(problem.trace.meta)
-    return predict(problem, setting, plan, None if plan is None else plan.budget_bytes)
+    return predict(problem, setting, plan)
 
 
 def plan(

@@ -35,11 +35,14 @@ class Prediction:
     saved: Replay  # everything saved
     planned: Replay
     setting: Setting
-    budget_bytes: int | None = None
 
     @property
     def trace(self) -> Trace:
         return self.problem.trace
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return self.plan.budget_bytes
 
     @property
     def saved_fit(self) -> DeviceFit:
@@ -141,9 +144,7 @@ def describe(meta: TraceMeta) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def predict(
-    problem: Problem, setting: Setting, plan: Plan | None = None, budget_bytes: int | None = None
-) -> Prediction:
+def predict(problem: Problem, setting: Setting, plan: Plan | None = None) -> Prediction:
     """Replay a step without and with a plan, whatever the constraints; without a plan, everything is saved. Raises
     PlanError if the plan does not fit the trace.
     """
@@ -151,14 +152,7 @@ def predict(
     free = problem.unconstrained
     step = rewritten_problem(free, plan.rewrites)
     planned = step.replay(plan.actions) if plan.actions else step.saved
-    return Prediction(
-        problem=problem,
-        plan=plan,
-        saved=free.saved,
-        planned=planned,
-        setting=setting,
-        budget_bytes=budget_bytes,
-    )
+    return Prediction(problem=problem, plan=plan, saved=free.saved, planned=planned, setting=setting)
 
 
 def untouched_fit(c: Prediction) -> DeviceFit:

@@ -62,7 +62,6 @@ def compare(
     found = "no plan" if best is None else f"{best.planner} {best.overhead_percent:+.2f} %"
     return Study(
         problem=problem,
-        trace_name=name,
         rows=tuple(rows),
         data={
             **asked(problem, name, saved.setting),

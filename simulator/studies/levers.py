@@ -53,7 +53,6 @@ def study(problem: Problem, name: str) -> Study[Reach]:
     what = "each lever alone, and those of a class together"
     return Study(
         problem=problem,
-        trace_name=name,
         rows=tuple(rows),
         data={
             "trace": name,

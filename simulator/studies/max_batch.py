@@ -303,7 +303,6 @@ def _answer(
     }
     return MaxBatch(
         problem=shown.problem,
-        trace_name=traced.model,
         rows=probes,
         data=data,
         words=f"{traced.model} on {device.room()}",

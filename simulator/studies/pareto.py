@@ -128,7 +128,6 @@ def _front(
     added = [(r.budget_bytes / GIB, r.overhead_percent) for r in rows if r.overhead_percent is not None]
     return Study(
         problem=problem,
-        trace_name=trace_name,
         rows=rows,
         data={
             **asked(problem, trace_name, setting),

@@ -83,7 +83,7 @@ class Sweep(JsonRecord):
         about: dict[object, dict[int, str]] = {}
         for row in self.rows:
             for w in row.notices:
-                about.setdefault(w.kind, {})[row.batch_size] = text(w)
+                about.setdefault((w.code, w.subject), {})[row.batch_size] = text(w)
         out = []
         for said in about.values():
             largest = max(said)

@@ -49,7 +49,7 @@ def planned(trace: Trace, *storages: int) -> Plan:
 
 
 def predicted(trace: Trace, plan: Plan, budget_bytes: int | None) -> Prediction:
-    return predict(Problem(trace), setting_of(trace.meta), plan, budget_bytes)
+    return predict(Problem(trace), setting_of(trace.meta), replace(plan, budget_bytes=budget_bytes))
 
 
 def answered(trace: Trace, plan: Plan, budget_bytes: int | None) -> Answer:

@@ -52,8 +52,8 @@ X1 = 2  # the storage of x1
 
 def planned(at: Trace, budget_bytes: int | None = None, **setting: Any) -> Prediction:
     problem = Problem(at)
-    plan = Plan(meta=at.meta, actions=(Action(storage=X1),))
-    return predict(problem, setting_of(at.meta, **setting), plan, budget_bytes)
+    plan = Plan(meta=at.meta, actions=(Action(storage=X1),), budget_bytes=budget_bytes)
+    return predict(problem, setting_of(at.meta, **setting), plan)
 
 
 def asked(

@@ -198,12 +198,6 @@ class PredictionWarning:
     subject: str = ""
     figures: Mapping[str, int | float | str] = field(default_factory=dict)
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal for warnings whose prose differs in its numbers alone."""
-        parts = ((k, v if isinstance(v, str) else bool(v)) for k, v in sorted(self.figures.items()))
-        return (self.code, self.subject, *parts)
-
 
 def label_actions(trace: Trace, actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return the same actions in storage order, with the names, modules and sizes that the trace knows."""
