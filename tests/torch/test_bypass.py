@@ -200,10 +200,6 @@ def test_copies_and_pickles_have_the_instance_s_forward() -> None:
     [
         (nn.DataParallel, "DataParallel copies the model to every device"),
         (
-            lambda m: torch.compile(m, backend="eager"),
-            r"compiled by torch.compile.*apply the plan to the Residual",
-        ),
-        (
             lambda m: nn.Sequential(nn.DataParallel(m)),
             r"holds a DataParallel \(0\).* apply a plan to 0.module",
         ),
@@ -221,6 +217,8 @@ def test_a_compiled_part_is_refused_at_once(plan: Plan) -> None:
     model.conv = torch.compile(model.conv, backend="eager")  # type: ignore[assignment]
     with pytest.raises(CaptureError, match="its module conv was compiled"):
         apply_plan(model, plan)
+    with pytest.raises(CaptureError, match=r"it was compiled by torch\.compile, or has"):
+        apply_plan(torch.compile(net(), backend="eager"), plan)  # type: ignore[arg-type]
 
 
 def test_wrappers_around_a_plan_train_by_it(plan: Plan) -> None:
