@@ -17,7 +17,6 @@ from simulator.prediction.loop_peaks import untouched_peaks
 from tracer import trace
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING
 from tracer.rehearsal.run import rehearse
-from tracer.torch_api import release
 from traces.errors import LowtideError, SpecError
 
 pytestmark = pytest.mark.rehearsal
@@ -168,20 +167,6 @@ def test_a_script_without_steps_and_one_that_fails_are_refused(
     with pytest.raises(LowtideError, match=r"my own mistake.*answered reads of the GPU's values: train.py:3"):
         rehearse(script(tmp_path, reads), "h100")
     assert "before" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_fused_kernel_that_torch_lacks_is_refused_before_torch_does(tmp_path: Path) -> None:
-    """Torch 2.11 has Adagrad's for the CPU alone."""
-    path = tmp_path / "net.py"
-    path.write_text(STEP.replace("SGD(net.parameters())", "Adagrad(net.parameters(), fused=True)"))
-    if release() >= (2, 13):
-        assert rehearse(f"{path}:build", "h100", iterations=1).fits
-        return
-    with pytest.raises(LowtideError, match="for the CPU alone"):
-        rehearse(f"{path}:build", "h100", iterations=1)
-    with pytest.raises(SpecError, match="for the CPU alone"):
-        trace(f"{path}:build", target="h100")
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tracer.record.step import capture_step, trace_step  # noqa: E402
 from tracer.step.loop import TrainingStep, run_step  # noqa: E402
 from tracer.step.named.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
 from tracer.step.named.vision import classification_loss, import_torchvision  # noqa: E402
-from tracer.step.optimizers import check_fused_on_cuda, choose_as_on_cuda  # noqa: E402
+from tracer.step.optimizers import choose_as_on_cuda  # noqa: E402
 from tracer.step.step import BuildStep, load_spec  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError  # noqa: E402
@@ -203,21 +203,6 @@ def test_an_undecided_optimizer_can_take_the_path_of_a_gpu() -> None:
         decided = load_spec("resnet18", {"optimizer_impl": "for-loop"})(optimizer_as_on="cuda")
     assert undecided.optimizer.param_groups[0]["foreach"] is True  # type: ignore[union-attr]
     assert decided.optimizer.param_groups[0]["foreach"] is False  # type: ignore[union-attr]
-
-
-def test_a_fused_kernel_that_torch_has_for_the_cpu_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.11 says it of Adagrad: SGD here, whose first method is told to say so."""
-
-    def begins(self: Any, *_: Any) -> None:
-        torch.optim.optimizer._device_dtype_check_for_fused(self, cuda_unsupported=True)
-
-    p = nn.Parameter(torch.zeros(3))
-    fused, plain = torch.optim.SGD([p], 0.1, fused=True), torch.optim.SGD([p], 0.1)
-    check_fused_on_cuda(fused)
-    monkeypatch.setattr(torch.optim.SGD, "_init_group", begins)
-    check_fused_on_cuda(plain)
-    with pytest.raises(SpecError, match=r"SGD\(fused=True\).*for the CPU alone"):
-        check_fused_on_cuda(fused)
 
 
 @pytest.mark.parametrize("settings", [{}, {"fused": False}, {"foreach": False}, {"lr": "tensor"}])

@@ -60,7 +60,7 @@ OF_OBJECTS = {
     "_apply", "_attn_implementation", "_boxed_call", "_call_impl", "_cdata", "_compiled_call_impl", "_destroy",
     "_dispatch_cache",
     "_fields", "_getframe", "_growth_tracker",
-    "_init_group", "_model_mapping",
+    "_model_mapping",
     "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
     "_schema", "_sequence_nr",
 }  # fmt: skip

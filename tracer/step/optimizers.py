@@ -72,18 +72,6 @@ def stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bo
     return x.dim() == 0 and not any(g.get("fused") or g.get("capturable") for g in groups)
 
 
-def check_fused_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Raise SpecError for fused=True of an optimizer whose fused kernel torch has for the CPU alone."""
-    begins = getattr(type(optimizer), "_init_group", None)
-    # How torch's own code says it (Adagrad, torch 2.11): _device_dtype_check_for_fused(p, cuda_unsupported=True).
-    cpu_alone = begins is not None and ("cuda_unsupported",) in begins.__code__.co_consts
-    if cpu_alone and any(group.get("fused") for group in optimizer.param_groups):
-        raise SpecError(
-            f"{type(optimizer).__name__}(fused=True): torch {torch.__version__} has that kernel for the CPU alone, and "
-            "refuses it on CUDA; leave fused=True out, or take a newer torch."
-        )
-
-
 def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer that leaves the implementation to torch take what torch takes on CUDA: foreach.
 

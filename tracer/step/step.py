@@ -74,12 +74,10 @@ class BuildStep:
         seed(self.seed)
         with built(self.model):
             step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
-        if step.optimizer is not None and "cuda" in (optimizer_as_on, device.partition(":")[0]):
-            from tracer.step.optimizers import check_fused_on_cuda, choose_as_on_cuda
+        if step.optimizer is not None and optimizer_as_on == "cuda":
+            from tracer.step.optimizers import choose_as_on_cuda
 
-            check_fused_on_cuda(step.optimizer)
-            if optimizer_as_on:
-                choose_as_on_cuda(step.optimizer)
+            choose_as_on_cuda(step.optimizer)
         return step
 
 
