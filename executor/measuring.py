@@ -34,17 +34,23 @@ _PATIENCE: Final = 40  # iterations that it may skip while it looks for its scal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Settings:
+    """How to measure."""
+
+    device: str = "cpu"
+    steps: int = 10  # of the verification; 0: none
+    memory_steps: int = 5  # iterations whose peak is measured
+    warmup: int = 2  # iterations before those that are timed
+    runs: int = 10  # iterations that are timed
+    model: str = ""  # what to build if not what the plan names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Settings):
     """The task of one fresh process."""
 
     variant: str
     plan_path: str
-    device: str
-    memory_steps: int
-    warmup: int
-    runs: int
-    steps: int  # of a verification
-    model: str = ""  # what to build, if not what the plan says
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
     check: bool = False  # first, whether the plan's actions give its figures
 

@@ -16,6 +16,7 @@ from executor.measuring import (
     VERIFY,
     Job,
     JobResult,
+    Settings,
     predicted_figures,
     run_job,
 )
@@ -33,18 +34,6 @@ if TYPE_CHECKING:
     from simulator.studies.sweep import Sweep
 
 UNVERIFIED: Final = "the verification"  # begins a warning of one that was to be and is not
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to measure."""
-
-    device: str = "cpu"
-    steps: int = 10  # of the verification; 0: none
-    memory_steps: int = 5  # iterations whose peak is measured
-    warmup: int = 2  # iterations before those that are timed
-    runs: int = 10  # iterations that are timed
-    model: str = ""  # what to build if not what the plan names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
