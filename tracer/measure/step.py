@@ -125,7 +125,7 @@ def measure(
     events = cuda_allocations(watched).events if cuda else cpu_allocations(watched, len(expected))
     flags = [row.flags for row in draft.rows]
     if rehearsed:
-        times = [cost.time_ns for cost in draft.priced(draft.costs)]
+        times = [cost.time_ns for cost in draft.priced]
     else:
         medians = [round(statistics.median(column)) for column in zip(*samples, strict=True)]
         times = with_the_rest(medians, flags, int(statistics.median(wholes)))

@@ -45,14 +45,15 @@ class Draft:
         """The trace with the costs that the step was recorded with."""
         return self.finish()
 
-    def priced(self, costs: Costs) -> list[Cost]:
-        """Return what each op costs."""
+    @cached_property
+    def priced(self) -> list[Cost]:
+        """By op id: what it costs, as the step was recorded."""
         rows = zip(self.rows, self.created_bytes, strict=True)
-        return [costs.of(row, created, self.target) for row, created in rows]
+        return [self.costs.of(row, created, self.target) for row, created in rows]
 
     def finish(
         self,
-        costs: Costs | Sequence[Cost] | None = None,
+        costs: Sequence[Cost] | None = None,
         workspaces: Iterable[LibraryWorkspace] | None = None,
         untouched: Untouched = Untouched(),  # noqa: B008
         **header: Any,
@@ -60,15 +61,14 @@ class Draft:
         """The trace.
 
         Args:
-            costs: whose, or by op id; None: those that the step was recorded with.
+            costs: by op id; None: those that the step was recorded with.
             workspaces: what libraries were seen to keep; None: what they keep by rule.
             untouched: what the untouched loop asks of the allocator.
 
         Raises:
             TraceError: what was collected contradicts itself (a defect of the tracer).
         """
-        if costs is None or isinstance(costs, Costs):
-            costs = self.priced(costs or self.costs)
+        costs = self.priced if costs is None else costs
         kept = self.libraries if workspaces is None else workspace_rows(self.rows, workspaces)
         ops, storages = tables_of(self.rows, (*self.storages, *kept), costs)
         sources = dict(Counter(c.source for c in costs if c.source))
