@@ -30,11 +30,11 @@ def refuse_page() -> None:
         )
 
 
-def provenance_of(device: str, gpu: str = "") -> str:
-    """The provenance of figures taken on a device ("cpu", "cuda", "cuda:1"); of a GPU with the name `gpu`, if given."""
+def provenance_of(device: str) -> str:
+    """The provenance of figures taken on a device ("cpu", "cuda", "cuda:1")."""
     if not device.startswith("cuda"):
         return MEASURED_CPU
-    return REHEARSED if gpu.endswith(ABSENT) or (not gpu and rehearsing()) else MEASURED_CUDA
+    return REHEARSED if rehearsing() else MEASURED_CUDA
 
 
 def alloc_conf() -> str:
