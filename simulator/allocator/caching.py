@@ -184,9 +184,7 @@ class Allocator:
         self.settings = settings or AllocatorSettings()
         self.device_memory_bytes = device_memory_bytes
         # An expandable range is longer than the device's memory, so that pages can be moved to its end.
-        self.range_bytes = (
-            DEFAULT_RANGE_BYTES if device_memory_bytes is None else device_memory_bytes * 9 // 8
-        )
+        self.range_bytes = device_memory_bytes * 9 // 8 if device_memory_bytes else DEFAULT_RANGE_BYTES
         ties = self.settings.ties
         self.small, self.large = Pool(True, ties), Pool(False, ties)
         self.segment_events: list[SegmentEvent] = []

@@ -79,9 +79,7 @@ def device_memory(
     """
     if gpu is None and memory is None:
         if context is not None:
-            raise SpecError(
-                "--context is a part of a device's memory; name one with --gpu or --device-memory."
-            )
+            raise SpecError("--context is part of a device's memory; name one with --gpu or --device-memory.")
         return None
     from traces.devices import CONTEXT_BYTES, device
 

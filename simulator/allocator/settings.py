@@ -81,9 +81,7 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
             raise SpecError(f"{key} is not simulated; leave it out, or name less with --device-memory.")
         elif key not in WITHOUT_EFFECT:
             known = ", ".join(options)
-            raise SpecError(
-                f"allocator settings: torch has no option {key!r}; those with an effect are {known}."
-            )
+            raise SpecError(f"allocator settings: torch has no option {key!r}; with an effect are {known}.")
     return AllocatorSettings(**found)
 
 

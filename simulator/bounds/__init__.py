@@ -225,12 +225,8 @@ class Instants:
         np.add.at(brought, reader[extra], sizes[read[extra]])
         self.brought_bytes: list[int] = brought.tolist()
         # [op]: while it runs.
-        self.unavoidable_bytes: list[int] = [
-            sure + more + rise
-            for sure, more, rise in zip(
-                self.sure_bytes, self.brought_bytes, self.problem.transient_bytes, strict=False
-            )
-        ]
+        parts = zip(self.sure_bytes, self.brought_bytes, self.problem.transient_bytes, strict=False)
+        self.unavoidable_bytes: list[int] = list(map(sum, parts))
         for i, s in enumerate(ops.overwrites):
             if s >= 0 and self._taken(i) >= 0:
                 self.unavoidable_bytes[i] -= self.trace.storages.nbytes[s]

@@ -76,9 +76,8 @@ def planners_command(as_json: bool) -> None:
 
     about = {name: summary for name, (_, summary) in REGISTRY.items()}
     wide = max(map(len, about))
-    echo(
-        json.dumps(about) if as_json else "\n".join(f"{name:{wide}}  {text}" for name, text in about.items())
-    )
+    lines = (f"{name:{wide}}  {text}" for name, text in about.items())
+    echo(json.dumps(about) if as_json else "\n".join(lines))
 
 
 main.add_command(plan_command, DEFAULT_COMMAND)

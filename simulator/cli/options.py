@@ -30,9 +30,7 @@ BUDGET_OF: Final = click.option(
     help="What the budget limits: the memory that the step asks for, or what CUDA's allocator reserves (the default "
     "where a GPU is named).",
 )
-PLANNER: Final = click.option(
-    "--planner", help="The planner (default: search). `simulate planners` lists them."
-)
+PLANNER: Final = click.option("--planner", help="The planner (default: search), one of `simulate planners`.")
 SEARCH: Final = (
     click.option("--seconds", type=float, default=DEFAULTS.seconds, show_default=True,
                  help="Processor time after which a search stops improving its plan."),

@@ -110,9 +110,7 @@ def sweep_command(
 
     asked, sizes = question(**words), listed("--batch-sizes", batch_sizes)
     if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
-        raise SpecError(
-            f"--batch-sizes {batch_sizes!r}: give positive whole numbers with commas, such as 8,16,32."
-        )
+        raise SpecError(f"--batch-sizes {batch_sizes!r}: give whole numbers with commas, such as 8,16,32.")
     traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words))
     found = sweep(traced, list(map(int, sizes)), asked, out.say)
     if out.report is not None:

@@ -75,9 +75,8 @@ class Facts:
             for s, p in enumerate(sts.producer)
         )
         outside = (i for i in range(forward_end, n_ops) if ops.flags[i] & EAGER or ops.phase[i] == OPTIMIZER)
-        stays = {s for i in outside for s in ops.reads[i]} | _read_without_their_maker(
-            trace, creates, is_view
-        )
+        stays = {s for i in outside for s in ops.reads[i]}
+        stays |= _read_without_their_maker(trace, creates, is_view)
         pinned = tuple(s in stays or sts.hold[s] >= forward_end for s in range(n_st))
         # Without constraints first: what these save must not make more possible than without them.
         might = [False] * n_st
@@ -98,9 +97,8 @@ class Facts:
                     might[s] = natural
                     rebuildable[s] = ok and s not in always_saved and sts.last_backward_use[s] <= end
                     until[s] = end
-        reloaded = frozenset(
-            s for i in range(forward_end) if ops.target[i] == RELOAD for s in creates[i] if read_back[s]
-        )
+        copies = (i for i in range(forward_end) if ops.target[i] == RELOAD)
+        reloaded = frozenset(s for i in copies for s in creates[i] if read_back[s])
         candidates = tuple(
             s
             for made in creates[:forward_end]
@@ -118,9 +116,8 @@ class Facts:
         self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
         self.rebuildable, self.candidates, self.reloaded = tuple(rebuildable), candidates, reloaded
         self.until = tuple(until)
-        self.recompute_only = tuple(
-            r and not w and not p for r, w, p in zip(rebuildable, saved_by_default, pinned, strict=True)
-        )
+        of = zip(rebuildable, saved_by_default, pinned, strict=True)
+        self.recompute_only = tuple(again and not (saved or stays) for again, saved, stays in of)
         asked = trace.meta.rerun_workspaces
         again = [None if view else asked.get(x) for view, x in zip(is_view, ops.target, strict=True)]
         self.asks_again, self.rerun_bytes = tuple(n is not None for n in again), tuple(n or 0 for n in again)

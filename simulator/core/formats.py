@@ -106,11 +106,8 @@ FORMATS: Final = {
 }
 
 
-HOLDS: Final = {
-    "narrow8": 1 << 8,
-    "narrow16": 1 << 15,
-    "narrow32": 1 << 31,
-}  # numbers from 0 up to these, exclusive
+# Numbers from 0 up to these, exclusive.
+HOLDS: Final = {"narrow8": 1 << 8, "narrow16": 1 << 15, "narrow32": 1 << 31}
 
 
 def narrow(positions: int) -> str:

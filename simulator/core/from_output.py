@@ -24,10 +24,8 @@ from traces.records.plan import SAVE, Action
 from traces.records.trace import Trace, uses_of
 
 KIND: Final = "from_output"
-COPIES: Final = (
-    "aten.clone.default",
-    "aten.detach.default",
-)  # an in-place activation's input is copied for backward
+# An in-place activation's input is copied for backward.
+COPIES: Final = ("aten.clone.default", "aten.detach.default")
 Borders = tuple[float, ...]
 F = TypeVar("F", bound=Facts)
 # Backward -> forward, and, of their arguments after x, the borders that both compare with; None: y does not tell.
@@ -40,9 +38,7 @@ TABLE: Final[dict[str, tuple[str, Callable[[list[Any], list[Any]], Borders | Non
     # x <= low where y <= low, x >= high where y >= high (relu6 is hardtanh from 0 to 6).
     "aten.hardtanh_backward.default": (
         "aten.hardtanh.default",
-        lambda forward, backward: (
-            tuple(forward) if forward == backward and forward[0] <= forward[1] else None
-        ),
+        lambda forward, back: tuple(forward) if forward == back and forward[0] <= forward[1] else None,
     ),
     # What is not above the threshold becomes a value that is not, either.
     "aten.threshold_backward.default": (
@@ -169,9 +165,8 @@ def _costs_nothing(problem: Facts, swap: Swap) -> bool:
     swapped = {i for i, _, _ in swap.swaps}
     makers = {instead for _, _, instead in swap.swaps}
     readers = {i for i in range(len(ops)) if swap.storage in ops.reads[i] and not problem.is_view[i]}
-    elsewhere = any(
-        swap.payload in ops.reads[i] and i not in swapped for i in range(problem.forward_end, len(ops))
-    )
+    later = (i for i in range(problem.forward_end, len(ops)) if i not in swapped)
+    elsewhere = any(swap.payload in ops.reads[i] for i in later)
     equal = sts.nbytes[swap.storage] == sts.nbytes[swap.payload]
     return problem.saved_by_default[swap.payload] and equal and elsewhere and readers <= swapped | makers
 

@@ -131,9 +131,7 @@ class Levers:
         if self.allow != "approximate" and (self.errors or self.max_gradient_error is not None):
             raise SpecError("errors of gradients are of plans with --allow approximate.")
         if self.max_gradient_error is not None and not 0 < self.max_gradient_error < math.inf:
-            raise SpecError(
-                f"--max-gradient-error {self.max_gradient_error:g}: give a share of the gradient such as 0.01."
-            )
+            raise SpecError(f"--max-gradient-error {self.max_gradient_error:g}: give a share such as 0.01.")
 
     def allows(self, exactness: str) -> bool:
         """Return whether gradients may be so far from the untouched step's."""

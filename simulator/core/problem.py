@@ -105,9 +105,8 @@ def stalls(trace: Trace, schedule: Schedule) -> dict[int, int]:
             out_free = is_out[ops.writes[i][0]] = max(now, out_free) + transfer_ns(trace, i)
             until = until if beside else out_free
         elif target == RELOAD and again:
-            in_free = is_in[ops.writes[i][0]] = max(now, in_free, is_out[ops.reads[i][0]]) + transfer_ns(
-                trace, i
-            )
+            begins = max(now, in_free, is_out[ops.reads[i][0]])
+            in_free = is_in[ops.writes[i][0]] = begins + transfer_ns(trace, i)
             until = until if beside else in_free
         elif target == WAIT_OUT:
             until = max(is_out.get(s, 0) for s in ops.reads[i])

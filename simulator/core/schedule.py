@@ -78,9 +78,7 @@ def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
         if (a.recipe != SAVE or a.evict_after) and not (rebuilt or a.storage in facts.candidate_set):
             raise PlanError(f"{name} cannot be recomputed: {why_not(facts, a.storage)}.")
         if a.recipe == KIND and a.storage not in swaps(facts):
-            raise PlanError(
-                f"{name} has no recipe {a.recipe!r}: no op can do with another value in its place."
-            )
+            raise PlanError(f"{name} has no recipe {a.recipe!r}: no op can take another value in its place.")
         _check_evictions(facts, a, name)
         by_storage[a.storage] = a
     return by_storage
@@ -94,9 +92,8 @@ def _check_evictions(facts: Facts, action: Action, name: str) -> None:
             raise PlanError(
                 f"the plan evicts {name} after op {c}, and the trace has {len(trace.ops)}; it belongs to another trace."
             )
-        outside = trace.storages.hold[s] > c or any(
-            trace.ops.flags[i] & EAGER and s in trace.ops.reads[i] for i in range(c + 1, facts.forward_end)
-        )
+        later = (i for i in range(c + 1, facts.forward_end) if trace.ops.flags[i] & EAGER)
+        outside = trace.storages.hold[s] > c or any(s in trace.ops.reads[i] for i in later)
         if c < facts.forward_end and outside:
             raise PlanError(
                 f"{name} cannot be evicted after op {c} ({trace.ops.name[c]}): code outside the captured graph "
@@ -116,9 +113,8 @@ def why_not(facts: Facts, storage: int) -> str:
         return "code outside the captured graph holds it"
     flags = trace.ops.flags[producer] & FORBIDS_RECOMPUTE
     if flags:
-        return f"its op {trace.ops.name[producer]} is marked " + ", ".join(
-            n for b, n in FLAG_NAMES.items() if flags & b
-        )
+        marks = ", ".join(n for b, n in FLAG_NAMES.items() if flags & b)
+        return f"its op {trace.ops.name[producer]} is marked {marks}"
     if facts.constraints and facts.unconstrained.rebuildable[storage]:
         return "a constraint forbids it"
     if facts.until[storage] < trace.storages.last_backward_use[storage]:

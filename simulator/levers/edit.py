@@ -43,9 +43,8 @@ class Ladder:
     """Sets of rewrites of which a plan takes none or one; the next rung changes more than the one before."""
 
     rungs: tuple[tuple[Rewrite, ...], ...]
-    first: Sequence[
-        int
-    ]  # those to try first: from the best of them the climb goes on, up or down, while that helps
+    # Those to try first: from the best of them the climb goes on, up or down, while that helps.
+    first: Sequence[int]
     waits: bool = False  # the step may wait for what runs beside it
 
 

@@ -72,9 +72,8 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         return
     x, y = forward.reads[0], forward.writes[0]
     nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and pair.two_bits))
-    bits = Value(
-        name=f"{forward.name}_side", nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION
-    )
+    name = f"{forward.name}_side"
+    bits = Value(name=name, nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION)
     moved = x.nbytes + bits.nbytes
     side = new_op(
         forward,
@@ -93,9 +92,8 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     editing.insert(side, forward)
     copy = editing.op[pair.copy] if pair.copy >= 0 else None
     taken = copy or forward.inputs[0]
-    editing.take(
-        backward, list(dict.fromkeys([*(i for i in backward.inputs if i is not taken), forward, side]))
-    )
+    kept = (i for i in backward.inputs if i is not taken)
+    editing.take(backward, list(dict.fromkeys([*kept, forward, side])))
     reads = dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits])
     editing.read(backward, list(reads))
     backward.target = "lowtide.backward_from_output.default"

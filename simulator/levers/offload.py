@@ -113,12 +113,11 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     ticket = Value(name="_offloaded".join(stem), nbytes=0, dtype="uint8", shape=(0,), category=ACTIVATION)
     back = replace(value, name="_reloaded".join(stem), producer=None, hold=None)
 
-    given = (Taken(made_by, value),)
-    out = new_op(made_by, ticket.name, OFFLOAD, FORWARD, given, [ticket], flags=RANDOM)
+    source = (Taken(made_by, value),)
+    out = new_op(made_by, ticket.name, OFFLOAD, FORWARD, source, [ticket], flags=RANDOM)
     of_out = Taken(out, ticket)
-    again = new_op(
-        made_by, back.name, RELOAD, FORWARD, (of_out, Layout(value)), [back], events=(value.nbytes,)
-    )
+    given = of_out, Layout(value)
+    again = new_op(made_by, back.name, RELOAD, FORWARD, given, [back], events=(value.nbytes,))
     editing.insert(out, made_by, after=True)
     editing.insert(again, out, after=True)
     packing.redirect(readers, {made_by: again}, back)

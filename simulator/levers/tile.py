@@ -56,9 +56,7 @@ from traces.records.trace import (
 )
 
 NUMBERS: Final = (2, 4, 8, 16, 32, 64, 128)  # of tiles that are tried
-SHARE: Final = (
-    32  # a stretch is offered if its widest value is at least one of so many parts of the step's largest
-)
+SHARE: Final = 32  # a stretch's widest value is at least one of so many parts of the step's largest
 # In which a result is copied, or added to that of the tiles before.
 PASSES: Final = {ROWS: 2, PRODUCT: 2, SUM: 3}
 PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm"))
@@ -251,9 +249,7 @@ def _factor(editing: Editing, stretch: Stretch) -> tuple[Value, list[Op]]:
     }
     read = {s for i, _ in stretch.body for s in editing.source.ops.reads[i]} - known
     if len(read) != 1:
-        raise PlanError(
-            f"the stretch of storage {stretch.storage} depends on more than one number of backward."
-        )
+        raise PlanError(f"the stretch of storage {stretch.storage} depends on several numbers of backward.")
     value = editing.value[read.pop()]
     makers = {x for op in body for x in op.inputs if x not in body and value in (*x.reads, *x.writes)}
     return value, sorted(makers, key=lambda op: op.at)

@@ -96,9 +96,8 @@ class Annealer:
         while walk.steps < steps and not clock.over and not (self.best and self.best.time_ns <= target_ns):
             temperature = hot * (cold / hot) ** (walk.steps / steps)
             some = min(1 + steps // REVIEWS, MOST_STEPS)
-            walk.go(
-                min(steps, walk.steps + some), temperature, price, target_ns - self.evaluator.base_time_ns
-            )
+            until, added_ns = min(steps, walk.steps + some), target_ns - self.evaluator.base_time_ns
+            walk.go(until, temperature, price, added_ns)
             price *= DEARER if walk.over else CHEAPER
         return self.best
 
@@ -165,9 +164,8 @@ class Walk:
         saved, retained = state.saved.copy(), state.retained.copy()
         retained[(saved != 0) & (known["may_stay"] != 0)] = 1
         if coarse:
-            moves = moves._replace(
-                candidates=np.array(annealer.neighbours, np.int32), chances=np.cumsum(COARSE)
-            )
+            candidates = np.array(annealer.neighbours, np.int32)
+            moves = moves._replace(candidates=candidates, chances=np.cumsum(COARSE))
             retained[:] = known["may_stay"]
             # Its weights are those with which it was found, if a coarse walk found it; else all the same.
             found = annealer.best is not None and state is annealer.best.state

@@ -76,9 +76,7 @@ class Words(TypedDict, total=False):
     # How a plan may change the step beside recomputing. "bit": gradients equal in every bit; "fp": but for rounding (a
     # loss head in tiles, whose logits then do not exist); "approximate": within a measured error.
     allow: str
-    levers: (
-        Sequence[str] | str | None
-    )  # names of `simulate levers`; None: all that are allowed and need no name
+    levers: Sequence[str] | str | None  # of `simulate levers`; None: all that are allowed and need no name
     host_memory: str | None  # the pinned host memory that "offload" may take; None: 32 GiB
     host_bandwidth: str | None  # what it copies either way in a second; None: what the device table has
     max_gradient_error: float | None  # of an approximate plan, relative L2, by the `errors` of its parts
@@ -89,9 +87,7 @@ class Words(TypedDict, total=False):
 class Question:
     """A question about any trace; nothing in it is of one trace."""
 
-    budget: str | int | None = (
-        None  # bytes, a size, a share of the step's own peak, or DEVICE; None: no limit
-    )
+    budget: str | int | None = None  # bytes, a size, a share of the step's own peak, DEVICE; None: no limit
     budget_of: str | None = None  # ALLOCATED or RESERVED; None: reserved where a GPU is named, or its memory
     planner: str | None = None  # None: everything saved where there is no budget, else the default
     limits: Limits = DEFAULTS
@@ -162,9 +158,8 @@ def question(
         find(planner)
     if (alloc_conf := words.get("alloc_conf")) is not None:
         parse_alloc_conf(alloc_conf)
-    constraints = Constraints(
-        never=tuple(words.get("never", ())), always_save=tuple(words.get("always_save", ()))
-    )
+    never, always_save = words.get("never", ()), words.get("always_save", ())
+    constraints = Constraints(never=tuple(never), always_save=tuple(always_save))
     if constraints:
         from simulator.core.selectors import check_selectors
 
@@ -289,9 +284,8 @@ class Answer:
             "baseline": _run(c.trace, c.saved, c.saved_fit),
         }  # fmt: skip
         if self.found is None:
-            plan: dict[str, Any] = RunFigures().headline() | dict.fromkeys(
-                ("overhead_percent", "recomputed_ops")
-            )
+            unknown = dict.fromkeys(("overhead_percent", "recomputed_ops"))
+            plan: dict[str, Any] = {**RunFigures().headline(), **unknown}
             figures = self.refusal.figures if isinstance(self.refusal, Infeasible) else {}
             return {**out, "plan": plan, "message": str(self.refusal), **figures}
         plan = {

@@ -42,7 +42,7 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     """
     if levers.errors is not None and levers.errors.fingerprint != problem.trace.meta.graph_fingerprint:
         raise SpecError(
-            f"the errors of gradients were measured on another step, of {levers.errors.model}: `{ERRORS_COMMAND}`."
+            f"the errors were measured on another step, of {levers.errors.model}: `{ERRORS_COMMAND}`."
         )
     if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
         raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
@@ -192,9 +192,8 @@ class Chooser:
             return NOTHING
         found = self._changed(rewrites)
         if not found.bound.feasible:
-            return Worth(
-                feasible=False, less=-floor_of(self.problem, rewrites), ops=-found.problem.trace.time_ns
-            )
+            floor = floor_of(self.problem, rewrites)
+            return Worth(feasible=False, less=-floor, ops=-found.problem.trace.time_ns)
         self.steps.append(found)
         return Worth(feasible=True, less=-found.least_ns)
 
@@ -215,9 +214,8 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     asked for that is none, is not allowed or was not measured.
     """
     check_named(levers)
-    return problem.once(
-        ("changed", budget_bytes, levers), lambda p: Chooser(problem, budget_bytes, levers).run()
-    )
+    key = "changed", budget_bytes, levers
+    return problem.once(key, lambda p: Chooser(problem, budget_bytes, levers).run())
 
 
 def _least_ns(step: Problem, added_ns: int) -> int:
@@ -278,9 +276,8 @@ def plan_with_levers(
             told = _with(step.rewrites, error)
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
             continue
-        both = (
-            made.rewrites and step.rewrites and levers.kinds is None
-        )  # a planner that changes the step itself
+        # Where the planner changes the step itself, it is asked for the step as it is.
+        both = made.rewrites and step.rewrites and levers.kinds is None
         if _time_ns(made) < best_ns and not both:
             best = _of(problem, made, step.rewrites, levers)
     if best is None:
@@ -293,9 +290,8 @@ def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
     check_named(levers)
     found = ladders(problem, levers)
-    return floor_of(
-        problem, climb(found, lambda rs: -floor_of(problem, rs) if allowed(rs, levers) else -MOST)
-    )
+    best = climb(found, lambda rs: -floor_of(problem, rs) if allowed(rs, levers) else -MOST)
+    return floor_of(problem, best)
 
 
 TRIED: Final = "; of the steps as the rewrites that were tried change them"  # after the reason of a bound

@@ -89,9 +89,8 @@ class Prediction:
         peaks, times = [show_bytes(before.peak_allocated_bytes)], [show_time(before.step_time_ns)]
         if self.plan.changes:
             peaks.append(show_bytes(after.peak_allocated_bytes))
-            times.append(
-                f"{show_time(after.step_time_ns)} ({show_percent(self.overhead_percent, signed=True)})"
-            )
+            added = show_percent(self.overhead_percent, signed=True)
+            times.append(f"{show_time(after.step_time_ns)} ({added})")
         parts = [f"peak {' -> '.join(peaks)}", f"step {' -> '.join(times)}"]
         if after.peak_reserved_bytes is not None:
             parts.append(f"reserved {show_bytes(after.peak_reserved_bytes)}")

@@ -161,11 +161,10 @@ def grouped(
         (b.group, b.series, int(b.measured) if by_way else b.series, b.value / unit, show(int(b.value)))
         for b in bars
     ]
+    scale = {"domain": [0, top / unit * 1.12], "nice": False}
     at = {
         "x": on("group:N", sort=groups, title=group_title or None, axis={"labelAngle": 0}),
-        "y": on(
-            "size:Q", title=f"{title}, {unit_name}", scale={"domain": [0, top / unit * 1.12], "nice": False}
-        ),
+        "y": on("size:Q", title=f"{title}, {unit_name}", scale=scale),
     }
     beside = {**at, "xOffset": on("place:N", sort=["0", "1"] if by_way else list(look))}
     small = {"baseline": "bottom", "dy": -3, "fontSize": 9, "color": QUIET}

@@ -56,10 +56,8 @@ def write_study(path: str | Path, found: Study[Any]) -> Path:
             "the points are worked out."
         )
         blocks.append(Chart(charts.front(found.curves), caption))
-    note = Text(
-        f"{provenance(problem.trace)} Every figure on this page is predicted; nothing was run.", "note"
-    )
-    beside = note, *warned(map(text, warnings_of(problem)))
+    note = f"{provenance(problem.trace)} Every figure on this page is predicted; nothing was run."
+    beside = Text(note, "note"), *warned(map(text, warnings_of(problem)))
     answer = Section("Answer", (Text(found.words), *beside, *blocks, found.table))
     model = Section("Model and trace", (metadata(problem.trace),))
     return write_page(path, Page(found.short, describe(problem.trace.meta), (answer, model)))
@@ -357,9 +355,7 @@ class Activation(NamedTuple):
     nbytes: int
     producer: int
     idle_ns: int  # from the end of its last forward use (or producer) to the start of its first backward use
-    recompute_ns: (
-        int | None
-    )  # of its op and those before it that must run too; None: it may not be recomputed
+    recompute_ns: int | None  # its op and those before it that must run, too; None: it may not run again
 
 
 def activations(problem: Problem) -> tuple[Activation, ...]:

@@ -144,9 +144,7 @@ def _front(
         f"{show_bytes(floor_bytes)}",
         short=f"{meta.model}, batch {meta.batch_size}: {len(rows)} budgets by {planner}, {reach}, floor "
         f"{show_bytes(floor_bytes)}; grey: the certified bound",
-        table=_table(
-            rows, kept.timeline.step_time_ns, "device" if setting.device is None else setting.device.name
-        ),
+        table=_table(rows, kept.timeline.step_time_ns, setting.device.name if setting.device else "device"),
         aside=("by the bound",),
         curves={"certified bound": least, "plan": added},
         plans=plans,

@@ -250,9 +250,7 @@ def traces_of(trace: Trace, name: str, shapes: Shapes, say: Say) -> list[tuple[S
     say(f"shapes: recording {len(sizes)} traces")
     run_trace(words, "the shapes")
     if (found := _found(trace, place, sizes)) is None:
-        raise TraceError(
-            f"{place}: recorded now, and with other versions than {name}; record that again, too."
-        )
+        raise TraceError(f"{place}: recorded now, with other versions than {name}; record that again, too.")
     return found
 
 

@@ -36,9 +36,8 @@ class Traced:
     @classmethod
     def of(cls, model: str, directory: str | Path | None, study: str, words: Sequence[str]) -> Traced:
         """A model in a directory; None: `MODEL-study`."""
-        return cls(
-            model=model, directory=Path(directory or f"{short_name(model)}-{study}"), words=tuple(words)
-        )
+        place = Path(directory or f"{short_name(model)}-{study}")
+        return cls(model=model, directory=place, words=tuple(words))
 
     def at(self, batch_size: int, say: Say) -> Trace:
         """The trace at a batch size, made by `trace` in a process of its own, or used again. Raises LowtideError:

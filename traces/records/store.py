@@ -322,9 +322,8 @@ def find(name: str | Path) -> Path:
         raise TraceError(
             f"{name}: this directory holds no trace (no {OPS_FILE}); make one with `trace MODEL -o {name}`."
         )
-    known = (
-        ", ".join(sorted(p.parent.relative_to(GALLERY).as_posix() for p in GALLERY.rglob(OPS_FILE))) or "none"
-    )
+    there = (p.parent.relative_to(GALLERY).as_posix() for p in GALLERY.rglob(OPS_FILE))
+    known = ", ".join(sorted(there)) or "none"
     raise TraceError(
         f"{name}: no such trace directory, and no trace of that name in the gallery (there: {known}). "
         f"Make one with `trace MODEL -o {name}`."
@@ -386,9 +385,7 @@ def check_fingerprints(trace: Trace, name: str | Path, *, graph: bool = False) -
 def _load_table(path: Path, columns: dict[str, str]) -> tuple[TraceMeta, dict[str, Any]]:
     header, values = read_table(path, columns)
     if (version := header.get("schema_version")) != SCHEMA_VERSION:
-        raise TraceError(
-            f"{path}: schema version {version}, and this Lowtide reads {SCHEMA_VERSION}; {AGAIN}"
-        )
+        raise TraceError(f"{path}: schema version {version}; this Lowtide reads {SCHEMA_VERSION}; {AGAIN}")
     try:
         meta = TraceMeta.from_json(header)
     except ValueError as error:
