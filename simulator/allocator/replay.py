@@ -79,11 +79,7 @@ Action = Literal[
 GETS: Final = ("segment_alloc", "segment_map")  # from the driver
 GIVES_BACK: Final = ("segment_free", "segment_unmap")
 # What must have happened before to a block at that address; where nothing has, it is free.
-GOES_BEFORE: Final = {
-    "alloc": "free_completed",
-    "free_requested": "alloc",
-    "free_completed": "free_requested",
-}
+BEFORE: Final = {"alloc": "free_completed", "free_requested": "alloc", "free_completed": "free_requested"}
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 POOL: Final = (0, 0)  # torch's own
 RECORD: Final = "call torch.cuda.memory._record_memory_history() before the first allocation"
@@ -200,8 +196,8 @@ def _left(events: Sequence[Event], source: str) -> set[int]:
     """The addresses of the blocks that are in use at the end."""
     last: dict[int, str] = {}
     for e in events:
-        if e.action in GOES_BEFORE:
-            if last.get(e.address, "free_completed") != GOES_BEFORE[e.action]:
+        if e.action in BEFORE:
+            if last.get(e.address, "free_completed") != BEFORE[e.action]:
                 raise _midway(source, f"nothing goes before the event {e.action} of the block at {e.address}")
             last[e.address] = e.action
     return {at for at, action in last.items() if action != "free_completed"}

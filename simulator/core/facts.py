@@ -107,12 +107,8 @@ class Facts:
             if s not in reloaded
         )
         created_bytes = tuple(sum(sts.nbytes[s] for s in c) for c in creates)
-        self.creates, self.is_view, self.may_rerun, self.forward_end = (
-            creates,
-            is_view,
-            may_rerun,
-            forward_end,
-        )
+        self.creates, self.is_view, self.may_rerun = creates, is_view, may_rerun
+        self.forward_end = forward_end
         self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
         self.rebuildable, self.candidates, self.reloaded = tuple(rebuildable), candidates, reloaded
         self.until = tuple(until)

@@ -245,11 +245,8 @@ class Packing:
     def _op(
         self, what: str, phase: str, given: tuple[Any, ...], made: Value, events: tuple[int, ...], moved: int
     ) -> Op:
-        figures = {
-            "time_ns": at_rate(self.editing.once(pass_rate), moved),
-            "bytes_moved": moved,
-            "events": events,
-        }
+        time_ns = at_rate(self.editing.once(pass_rate), moved)
+        figures = {"time_ns": time_ns, "bytes_moved": moved, "events": events}
         flags, target = RANDOM if what == "pack" else 0, f"lowtide.{what}.default"
         return new_op(self.made_by, made.name, target, phase, given, [made], flags=flags, **figures)
 

@@ -18,40 +18,28 @@ from traces.records.plan import Plan
 
 Planner = Callable[[Problem, int, Limits], Plan]
 
-# Name -> where its function stands, and what it does in one line.
+# Name -> where its function stands in this room, and what it does in one line.
 REGISTRY: Final[dict[str, tuple[str, str]]] = {
     "search": (
-        "simulator.planners.search:plan",
+        "search:plan",
         "the best of all within --seconds: mu-two, then annealing until the bound is reached (the default)",
     ),
-    "mu-two": (
-        "simulator.planners.mu_two:plan",
-        "μ-TWO, corrected: evict what costs least per byte at the peak until it fits",
-    ),
+    "mu-two": ("mu_two:plan", "μ-TWO, corrected: evict what costs least per byte at the peak until it fits"),
     "mu-two-paper": (
-        "simulator.planners.mu_two_paper:plan",
+        "mu_two_paper:plan",
         "μ-TWO's recompute half as printed (Purandare et al. 2023), its own memory model included",
     ),
     "per-block": (
-        "simulator.planners.segments:plan_per_block",
+        "segments:plan_per_block",
         "what torch.utils.checkpoint around each repeated block does; the budget only decides yes or no",
     ),
     "checkpoint-sequential": (
-        "simulator.planners.segments:plan_checkpoint_sequential",
+        "segments:plan_checkpoint_sequential",
         "torch's checkpoint_sequential over the model's blocks, with the best number of segments",
     ),
-    "sqrt-n": (
-        "simulator.planners.segments:plan_sqrt_n",
-        "√n segments of equal length, their borders saved (Chen et al. 2016)",
-    ),
-    "recompute-all": (
-        "simulator.planners.segments:plan_recompute_all",
-        "save nothing that can be computed again",
-    ),
-    "save-all": (
-        "simulator.planners.segments:plan_save_all",
-        "save everything that backward needs: the step as it is",
-    ),
+    "sqrt-n": ("segments:plan_sqrt_n", "√n segments of equal length, their borders saved (Chen et al. 2016)"),
+    "recompute-all": ("segments:plan_recompute_all", "save nothing that can be computed again"),
+    "save-all": ("segments:plan_save_all", "save everything that backward needs: the step as it is"),
 }
 MU_TWO_SWAP: Final = "mu-two-swap"  # also copies to host memory, so it must be named
 DEFAULT: Final = "search"
@@ -64,7 +52,7 @@ def find(name: str) -> Planner:
     Raises:
         SpecError: there is none.
     """
-    place = REGISTRY[name][0] if name in REGISTRY else name
+    place = f"simulator.planners.{REGISTRY[name][0]}" if name in REGISTRY else name
     if name == MU_TWO_SWAP:
         place = "simulator.planners.mu_two_paper:plan_with_swaps"
     module, colon, function = place.partition(":")

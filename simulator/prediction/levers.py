@@ -53,12 +53,9 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
 
 def ladders(problem: Problem, levers: Levers, budget_bytes: int = 0) -> list[Ladder]:
     """The ladders of all that is allowed. Raises SpecError as `offered`, or if nobody says how fast copies are."""
-    of_kinds = offered(problem, levers).items()
-    return [
-        x
-        for kind, rewrites in of_kinds
-        for x in LEVERS[kind].ladders(problem, rewrites, levers, budget_bytes)
-    ]
+    found = offered(problem, levers).items()
+    of_kinds = (LEVERS[kind].ladders(problem, some, levers, budget_bytes) for kind, some in found)
+    return [ladder for ladders in of_kinds for ladder in ladders]
 
 
 def climb(of: Sequence[Ladder], worth: Callable[[Rewrites], int | Worth]) -> Rewrites:

@@ -95,11 +95,8 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     charts = any(block.kind == "chart" for section in page.sections for block in section.blocks)
-    environment.policies["json.dumps_kwargs"] = {
-        "separators": (",", ":"),
-        "sort_keys": True,
-        "ensure_ascii": False,
-    }
+    dense = {"separators": (",", ":"), "sort_keys": True, "ensure_ascii": False}
+    environment.policies["json.dumps_kwargs"] = dense
     environment.filters["cell"] = lambda c: c if isinstance(c, Cell) else Cell(text=str(c))
     text: str = environment.get_template("page.html").render(page=page, bundle=bundle() if charts else "")
     return text
