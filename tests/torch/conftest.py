@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from executor.measuring import Job
+from tracer.rehearsal import run
+from traces.errors import EnvironmentProblem
 from traces.records.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +44,7 @@ warnings.simplefilter("ignore")
 from executor.measuring import Job, perform
 for line in sys.stdin:
     peaks = perform(Job(**json.loads(line))).figures.peaks_bytes
-    gc.collect()
+    gc.collect(), gc.freeze()
     print("PEAKS", json.dumps(peaks), flush=True)
 """
 
@@ -84,6 +86,16 @@ class Measurer:
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait()
+
+
+@pytest.fixture
+def by_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace for a GPU is told by a few rules, as where no CUDA build of torch is: in this process, at once."""
+
+    def missing() -> None:
+        raise EnvironmentProblem("no CUDA build of torch")
+
+    monkeypatch.setattr(run, "find_cuda_torch", missing)
 
 
 @pytest.fixture(scope="session")

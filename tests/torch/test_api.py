@@ -175,6 +175,7 @@ def test_in_hand_in_main_and_from_a_file_are_the_same_step(
     assert vars(main)["made"].meta.model == "in hand: Net"
 
 
+@pytest.mark.usefixtures("by_rules")
 def test_wherever_the_model_is_the_trace_is_the_same() -> None:
     net, batch, optimizer = held()
     here = trace(net, batch, functional.cross_entropy, optimizer)
@@ -209,6 +210,7 @@ class Speaker(nn.Module):
         return out
 
 
+@pytest.mark.usefixtures("by_rules")
 def test_elementary_recurrent_layers_of_a_gpu_are_warned_of() -> None:
     net, batch = Speaker(0.1), (torch.randn(4, 5, 8), torch.randint(4, (4,)))
     told = {}
@@ -384,6 +386,7 @@ def test_a_loss_that_reads_the_real_models_parameters_is_refused() -> None:
     assert "linalg_vector_norm" in " ".join(trace(net, batch, Decayed(), optimizer).ops.name)
 
 
+@pytest.mark.usefixtures("by_rules")
 def test_a_trace_shows_itself() -> None:
     net, batch, optimizer = held()
     made: Trace = trace(net, batch, functional.cross_entropy, optimizer, target="h100")

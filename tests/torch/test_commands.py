@@ -500,7 +500,10 @@ def test_threads_take_turns_in_capturing() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--rehearse", "h100"), ("export",), ("errors",)])
-def test_code_that_only_a_plan_names_does_not_run(folder: Path, plan: Plan, words: tuple[str, ...]) -> None:
+@pytest.mark.usefixtures("by_rules")
+def test_code_that_only_a_plan_names_does_not_run(
+    folder: Path, plan: Plan, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plan that somebody sent: its Python file would note that it ran."""
     Path("theirs.py").write_text(
         "import pathlib\npathlib.Path('ran').touch()\ndef build(batch_size=2): ...\n"
@@ -512,6 +515,7 @@ def test_code_that_only_a_plan_names_does_not_run(folder: Path, plan: Plan, word
         given = ["plan.json", *words]
     refused(call(execute, *given), "theirs.py:build", "--trust", "--model")
     assert not Path("ran").exists()
+    monkeypatch.setattr(plans, "run_job", perform)  # in this process
     call(execute, *given, "--trust")
     assert words == ("--rehearse", "h100") or Path("ran").exists()  # a rehearsal wants a CUDA build first
 

@@ -1,13 +1,18 @@
-"""trace, simulate and execute of a real model in fresh processes, as a user types them."""
+"""trace, simulate and execute of a real model, one after another; execute's runs are in fresh processes."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from tests.torch.conftest import call
+from executor.cli.main import execute
+from simulator.cli.main import main as simulate
+from tracer.cli.main import trace
 
 pytest.importorskip("torch")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
@@ -27,6 +32,16 @@ def build(batch_size=512):
     batch = torch.randn(batch_size, 64), torch.randn(batch_size, 64)
     return model, batch, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1)
 """
+
+
+def call(command: Any, *words: str) -> dict[str, Any]:
+    """The object that a command prints with --json, and nothing else."""
+    done = CliRunner().invoke(command, [*words, "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
 # So many images with sides of 64 that activations outweigh the optimizer's temporaries.
 RESNET = ("--batch-size", "24", "--image-size", "64", "--optimizer", "sgd")
 
@@ -39,15 +54,14 @@ RESNET = ("--batch-size", "24", "--image-size", "64", "--optimizer", "sgd")
     ],
 )
 def test_from_a_model_to_its_measured_peak(
-    model: str, options: tuple[str, ...], budget: str, tmp_path: Path
+    model: str, options: tuple[str, ...], budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     if model.startswith("net.py"):
         (tmp_path / "net.py").write_text(NET)
-    traced = call(tmp_path, "tracer", model, *options, "--device", "cpu", "--rounds", "1", "-o", "trace")
+    traced = call(trace, model, *options, "--device", "cpu", "--rounds", "1", "-o", "trace")
     assert traced["meta"]["mode"] == "real"
-    planned = call(
-        tmp_path, "simulator", "trace", "--budget", budget, "-o", "plan.json", "--report", "plan.html"
-    )
+    planned = call(simulate, "trace", "--budget", budget, "-o", "plan.json", "--report", "plan.html")
     assert {"trace", "planner", "feasible", "budget_bytes", "solve_seconds", "gap_points"} <= set(planned)
     assert planned["feasible"] is True
     for key in ("baseline", "plan"):
@@ -56,7 +70,7 @@ def test_from_a_model_to_its_measured_peak(
     assert "overhead_percent" in planned["bound"]
 
     answer = call(
-        tmp_path, "executor", "plan.json", "--trust", "--report", "error.html", "-o", "measurement.json",
+        execute, "plan.json", "--trust", "--report", "error.html", "-o", "measurement.json",
         "--steps", "2", "--memory-steps", "3", "--warmup", "0", "--runs", "1",
     )  # fmt: skip
     for key in ("predicted", "measured", "error_percent", "eager", "keep_all"):
@@ -97,10 +111,13 @@ budget = ["none", "70%", "1%"]
 
 
 @pytest.mark.slow
-def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(tmp_path: Path) -> None:
+def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "cases.toml").write_text(CASES)
-    answer = call(tmp_path, "executor", "campaign", "cases.toml", "-o", "c", "--report", "page.html")
+    answer = call(execute, "campaign", "cases.toml", "-o", "c", "--report", "page.html")
     assert answer["statuses"] == {"measured": 2, "infeasible": 1}
     kept, planned, refused = answer["cases"]
     for row in (kept["measurement"], planned["measurement"]):

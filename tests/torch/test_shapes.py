@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
+import simulator.studies.shapes as study  # noqa: E402
 import tracer.capture.capture as capture_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from simulator.bounds import Instants  # noqa: E402
@@ -155,12 +156,13 @@ def test_a_size_that_the_shapes_say_already() -> None:
         trace_shapes("gpt2-tiny", [{"seq_len": 4}], lambda k, t: None, seq_len=8)
 
 
+@pytest.mark.usefixtures("by_rules")
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`simulate --shapes` starts `trace --shapes`, and uses again what it made."""
+    """`simulate --shapes` runs `trace --shapes`, in this process here, and uses again what it made."""
     transformers()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(capture_module.__file__).parents[2]))
     run, words = CliRunner().invoke, ["--batch-size", "2", "--target", "h100", "-q"]
+    monkeypatch.setattr(study, "run_trace", lambda asked, what: run(trace_command, [*asked, "-q"]))
     refused = run(trace_command, ["gpt2-tiny", "--shapes", "seq-len=7:8", "--device", "cpu"])
     assert "leave --device out" in refused.output
     assert run(trace_command, ["gpt2-tiny", "--seq-len", "8", "-o", "t", *words]).exit_code == 0
