@@ -14,9 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from executor.cli.main import execute
+from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.studies.sweep import Sweep
+from tests.torch.steps import plan_of, recompute_all
+from tracer import trace
 from tracer.rehearsal import run_on_null_driver
 from traces.devices import device
 from traces.provenance import ABSENT, MEASURED_CUDA, NAME, REHEARSED
@@ -60,7 +63,20 @@ def test_the_tests_that_want_a_gpu_pass_there(name: str) -> None:
     assert "skipped" not in done.stdout
 
 
-def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_path: Path) -> None:
+def test_a_verification_runs_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(STEP.replace("8192", "256"))
+    found = trace(f"{tmp_path}/net.py:build", target="h100")
+    path = plan_of(found, *recompute_all(Problem(found))).save(tmp_path / "plan.json")
+    job = {
+        "plan_path": str(path), "device": "cuda", "steps": 2, "variant": "verify", "memory_steps": 3, "warmup": 1,
+        "runs": 2,
+    }  # fmt: skip
+    verified = run_on_null_driver("executor.measuring:do", job, device("h100"), what="verified")
+    assert verified["verification"]["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_measurement_gives_no_times(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(STEP)
     given = on_h100(tmp_path, "trace", "net.py:build", "--device", "cuda", "-o", "t", "-q")
     assert given.returncode == 0, given.stderr
@@ -90,12 +106,6 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
     assert "measured" not in done.stdout.lower().replace(MEASURED_CUDA, "")
     told = json.loads((tmp_path / "m.json").read_text())
     assert told["environment"]["gpu"] == "H100 (rehearsed)"
-    job = {
-        "plan_path": str(tmp_path / "plan.json"), "model": f"{tmp_path}/net.py:build", "device": "cuda", "steps": 2,
-        "variant": "verify", "memory_steps": 3, "warmup": 1, "runs": 2,
-    }  # fmt: skip
-    verified = run_on_null_driver("executor.measuring:do", job, device("h100"), what="verified")
-    assert verified["verification"]["steps"] == 2
     assert told["measured"]["step_time_ns"] is None
     assert not told["measured"]["times_ns"]
     for key in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from tests.rehearsal.test_rehearsal import ROOT, script
+from executor.cli.main import execute
+from tests.rehearsal.test_rehearsal import script
 from tracer.rehearsal.jobs import COMMUNICATOR_BYTES, GPUS, Job, jobs_of, launch_of
 from tracer.rehearsal.record import Peaks, Rehearsal
 from tracer.rehearsal.run import rehearse
@@ -153,10 +154,7 @@ for _ in range(9):
 """
 
 
-def test_one_rank_takes_what_the_program_takes_alone_and_fits_by_the_sum(tmp_path: Path) -> None:
-    alone = script(tmp_path, ALONE.replace("LATER", ""))
-    found = rehearse(alone, "h100", script=True, job=Job(ranks=1), iterations=3)
-    assert peaks(found) == peaks(rehearse(alone, "h100", iterations=3))
+def test_a_rank_fits_by_the_sum_of_what_torch_and_nccl_take(tmp_path: Path) -> None:
     # What torch reserves has room beside the context, and not beside NCCL.
     board = device("t4")
     size = board.memory_bytes - CONTEXT_BYTES - GIB // 2
@@ -168,18 +166,13 @@ def test_one_rank_takes_what_the_program_takes_alone_and_fits_by_the_sum(tmp_pat
     assert found.figures.peak_reserved_bytes + CONTEXT_BYTES < board.memory_bytes < found.gpu_bytes
 
 
-def test_several_ranks_are_one_answer(tmp_path: Path) -> None:
+def test_several_ranks_are_one_answer_and_one_rank_takes_what_the_program_takes_alone(tmp_path: Path) -> None:
     train = script(tmp_path, ALONE.replace("LATER", ""))
-    words = [train, "--gpu", "h100", "--ranks", "1,16", "--iterations", "2", "--json", "-q"]
-    done = subprocess.run(
-        [sys.executable, "-m", "executor", "rehearse", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["rehearse", train, "--gpu", "h100", "--ranks", "1,16", "--iterations", "2", "--json", "-q"]
+    done = CliRunner().invoke(execute, words)
+    assert done.exit_code == 0, (done.output, done.exception)
     one, many = json.loads(done.stdout)["rehearsals"]
+    assert one["steady"] == asdict(rehearse(train, "h100", iterations=2).steady)
     assert (one["ranks"], many["ranks"], many["rank"]) == (1, 16, 0)
     assert one["steady"] == many["steady"]
     assert many["outside_bytes"] - one["outside_bytes"] == COMMUNICATOR_BYTES["MORE"]

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from executor.cli.main import execute
+from simulator.cli.main import main as simulate
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
@@ -54,8 +57,17 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_figures_of_a_small_step_are_the_sum_of_its_tensors(step: str) -> None:
-    found = rehearse(step, "h100", iterations=2)
+def test_figures_of_a_small_step_are_the_sum_of_its_tensors_and_its_snapshot_is_replayed(
+    step: str, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "snapshot.pickle"
+    found = rehearse(step, "h100", iterations=2, snapshot=snapshot)
+    done = CliRunner().invoke(simulate, ["replay", str(snapshot), "--json", "-q"])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["reserved_error_bytes"] == 0
+    assert answer["recorded"]["peak_reserved_bytes"] == found.figures.peak_reserved_bytes
+    assert answer["replayed"]["peak_allocated_bytes"] == found.steady.allocated_bytes
     weights = 4 * (2 * 1024 * 4096 + 4096 + 1024)
     batch, hidden = 4 * 256 * 1024, 4 * 256 * 4096
     workspace = 32 * MIB
@@ -238,20 +250,6 @@ def test_the_allocators_settings_reach_torch(step: str) -> None:
     assert growing.steady.reserved_bytes != plain.steady.reserved_bytes
 
 
-def test_the_snapshot_is_one_that_simulate_replays(step: str, tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshot.pickle"
-    found = rehearse(step, "a100-80", snapshot=snapshot)
-    done = subprocess.run(
-        [sys.executable, "-m", "simulator", "replay", str(snapshot), "--json", "-q"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["reserved_error_bytes"] == 0
-    assert answer["recorded"]["peak_reserved_bytes"] == found.figures.peak_reserved_bytes
-    assert answer["replayed"]["peak_allocated_bytes"] == found.steady.allocated_bytes
-
-
 def call(folder: Path, module: str, *words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", module, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -279,35 +277,41 @@ def test_a_step_that_copies_to_host_memory_takes_the_predicted_bytes(tmp_path: P
     assert steady["reserved_bytes"] == predicted["peak_reserved_bytes"]
 
 
-@pytest.mark.parametrize("reserved", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path, reserved: bool) -> None:
-    """And so does one that keeps a budget of reserved memory by ops that run ahead."""
-    call(
-        tmp_path,
-        "tracer", "resnet18", "--batch-size", "32", "--image-size", "96", "--target", "h100", "-o", "t", "-q",
-    )  # fmt: skip
-    call(tmp_path, "simulator", "t", "--budget", "85%", "-o", "plan.json", "-q")
-    answer = json.loads(
-        call(tmp_path, "executor", "plan.json", "--trust", "--rehearse", "h100", "--json", "-q")
-    )
+def run_by_plan(plan: Path) -> dict[str, Any]:
+    """What `execute PLAN --rehearse h100` tells."""
+    done = CliRunner().invoke(execute, [str(plan), "--trust", "--rehearse", "h100", "--json", "-q"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    answer: dict[str, Any] = json.loads(done.stdout)
     assert answer["provenance"].startswith("rehearsed")
     assert answer["rehearsed"]["step_time_ns"] is None
     assert set(answer["rehearsals"]["plan"]) >= {"iterations", "alive", "fits"}
     planned, untouched = answer["rehearsed"], answer["rehearsals"]["eager"]["steady"]
     assert planned["peak_allocated_bytes"] < untouched["requested_bytes"]
-    if not reserved:
-        return
+    for figure in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):
+        assert planned[figure] == answer["predicted"][figure], figure
+    return answer
+
+
+def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None:
+    deep = "for _ in range(4): x = x + self.b(F.gelu(self.a(x)))\n        return x"
+    (tmp_path / "net.py").write_text(STEP.replace("return self.b(F.relu(self.a(x)))", deep))
+    found = trace(f"{tmp_path / 'net.py'}:build", target="h100", batch_size=2048)
+    run_by_plan(api.plan(found, "85%", seconds=1).save(tmp_path / "plan.json"))
+
+
+@pytest.mark.slow
+def test_a_step_that_keeps_a_budget_of_reserved_memory_by_ops_that_run_ahead_runs_there(
+    tmp_path: Path,
+) -> None:
+    found = trace("resnet18", batch_size=32, image_size=96, target="h100")
+    answer = run_by_plan(api.plan(found, "85%").save(tmp_path / "plan.json"))
+    untouched = answer["rehearsals"]["eager"]["steady"]
     # Torch 2.11 holds cuBLAS's workspaces between calls, so no share of the peak is a budget for every release: half
     # of the way from the lowest peak to what the untouched step reserves.
     with pytest.raises(Infeasible) as refused:
-        api.plan(tmp_path / "t", 1)
+        api.plan(found, 1)
     lowest = refused.value.figures["lowest_peak_bytes"]
     budget = lowest + (untouched["reserved_bytes"] - lowest) // 2
-    of = ("--budget", str(budget), "--budget-of", "reserved", "--alloc-conf", "")
-    call(tmp_path, "simulator", "t", *of, "-o", "ahead.json", "-q")
-    assert json.loads((tmp_path / "ahead.json").read_text())["ahead_bytes"]
-    words = ("ahead.json", "--trust", "--rehearse", "h100", "--json", "-q")
-    answer = json.loads(call(tmp_path, "executor", *words))
-    assert answer["within_budget"]
-    assert answer["rehearsed"]["peak_reserved_bytes"] == answer["predicted"]["peak_reserved_bytes"]
-    assert answer["rehearsed"]["peak_block_bytes"] == answer["predicted"]["peak_block_bytes"]
+    ahead = api.plan(found, budget, budget_of="reserved", alloc_conf="")
+    assert ahead.ahead_bytes
+    assert run_by_plan(ahead.save(tmp_path / "ahead.json"))["within_budget"]

@@ -86,8 +86,14 @@ def recorded(build: BuildStep) -> Trace:
     return record_fake(build, CPU)
 
 
-@pytest.mark.parametrize("make", [wide, tall])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        *((loop, wide) for loop in LOOPS),
+        ("all at once", tall),
+        *(pytest.param(loop, tall, marks=pytest.mark.slow) for loop in LOOPS if loop != "all at once"),
+    ],
+)
 def test_peaks_are_those_that_were_predicted(make: Any, loop: str) -> None:
     build = looped(make, LOOPS[loop])
     found = recorded(build)

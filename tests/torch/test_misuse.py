@@ -107,6 +107,11 @@ def row(
     return add
 
 
+def named(name: str, script: Script) -> Script:
+    script.__name__ = name
+    return script
+
+
 def batch(seed: int = 0) -> torch.Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
 
@@ -256,49 +261,15 @@ class SetBack:
 # Changes of the model between two steps, and before the first
 
 
-@change(first=True)
-def dropout_p(m: Any) -> None:
-    m.block.drop.p = 0.5
-
-
-@change()
-def batch_norm_momentum(m: Any) -> None:
-    m.block.norm.momentum = 0.5
-
-
-@change()
-def batch_norm_eps(m: Any) -> None:
-    m.block.norm.eps = 0.5
-
-
-@change()
-def a_scalar_of_a_block(m: Any) -> None:
-    m.block.beta = 0.25
-
-
-@change(first=True)
-def a_scalar_of_the_root(m: Any) -> None:
-    m.scale = 0.5
-
-
-@change("another graph")
-def an_activation_replaced(m: Any) -> None:
-    m.block.act = nn.Tanh()
-
-
-@change()
-def an_activation_replaced_by_its_like(m: Any) -> None:
-    m.block.act = nn.GELU()
-
-
-@change()
-def gelu_of_another_formula(m: Any) -> None:
-    m.block.act.approximate = "tanh"
-
-
-@change()
-def a_linear_replaced_by_its_like(m: Any) -> None:
-    m.block.linear = nn.Linear(8, 8)
+change(first=True)(named("dropout_p", lambda m: setattr(m.block.drop, "p", 0.5)))
+change()(named("batch_norm_momentum", lambda m: setattr(m.block.norm, "momentum", 0.5)))
+change()(named("batch_norm_eps", lambda m: setattr(m.block.norm, "eps", 0.5)))
+change()(named("a_scalar_of_a_block", lambda m: setattr(m.block, "beta", 0.25)))
+change(first=True)(named("a_scalar_of_the_root", lambda m: setattr(m, "scale", 0.5)))
+change("another graph")(named("an_activation_replaced", lambda m: setattr(m.block, "act", nn.Tanh())))
+change()(named("an_activation_replaced_by_its_like", lambda m: setattr(m.block, "act", nn.GELU())))
+change()(named("gelu_of_another_formula", lambda m: setattr(m.block.act, "approximate", "tanh")))
+change()(named("a_linear_replaced_by_its_like", lambda m: setattr(m.block, "linear", nn.Linear(8, 8))))
 
 
 @change("another graph")
@@ -312,14 +283,8 @@ def a_block_s_forward_replaced_on_the_instance(m: Any) -> None:
     block.forward = lambda x: block.linear(x).tanh()
 
 
-@change()
-def a_config_s_scalar(m: Any) -> None:
-    m.config.nested.gain = 2.0
-
-
-@change("another graph")
-def a_config_s_flag(m: Any) -> None:
-    m.config.use_cache = True
+change()(named("a_config_s_scalar", lambda m: setattr(m.config.nested, "gain", 2.0)))
+change("another graph")(named("a_config_s_flag", lambda m: setattr(m.config, "use_cache", True)))
 
 
 @change(first=True)
@@ -327,24 +292,10 @@ def a_config_replaced(m: Any) -> None:
     m.config = SimpleNamespace(use_cache=False, layers=[5], nested=SimpleNamespace(gain=0.5))
 
 
-@change()
-def an_element_of_a_list(m: Any) -> None:
-    m.config.layers[0] = 7
-
-
-@change()
-def an_entry_of_a_dict(m: Any) -> None:
-    m.table["shift"] = 0.125
-
-
-@change("another graph", first=True)
-def one_block_in_evaluation_mode(m: Any) -> None:
-    m.block.eval()
-
-
-@change("another graph")
-def parameters_frozen(m: Any) -> None:
-    m.block.requires_grad_(False)
+change()(named("an_element_of_a_list", lambda m: m.config.layers.__setitem__(0, 7)))
+change()(named("an_entry_of_a_dict", lambda m: m.table.__setitem__("shift", 0.125)))
+change("another graph", first=True)(named("one_block_in_evaluation_mode", lambda m: m.block.eval()))
+change("another graph")(named("parameters_frozen", lambda m: m.block.requires_grad_(False)))
 
 
 @change()
@@ -352,9 +303,7 @@ def a_parameter_replaced(m: Any) -> None:
     m.head.weight = nn.Parameter(m.head.weight.detach() * 2)
 
 
-@change()
-def weights_tied(m: Any) -> None:
-    m.head.weight = m.block.linear.weight
+change()(named("weights_tied", lambda m: setattr(m.head, "weight", m.block.linear.weight)))
 
 
 @change("another graph")
@@ -368,9 +317,7 @@ def a_hook_on_the_root(m: Any) -> None:
     m.register_forward_hook(lambda module, args, out: out * 3)
 
 
-@change()
-def nothing_that_forward_reads(m: Any) -> None:
-    m.epoch = getattr(m, "epoch", 0) + 1
+change()(named("nothing_that_forward_reads", lambda m: setattr(m, "epoch", getattr(m, "epoch", 0) + 1)))
 
 
 @change()
@@ -380,9 +327,7 @@ def a_linear_deleted_and_put_back(m: Any) -> None:
     m.block.linear = linear
 
 
-@change("another graph")
-def a_weight_pruned(m: Any) -> None:
-    prune.l1_unstructured(m.head, "weight", 0.5)
+change("another graph")(named("a_weight_pruned", lambda m: prune.l1_unstructured(m.head, "weight", 0.5)))
 
 
 SCALE = 1.0
@@ -542,9 +487,7 @@ class Convolution(nn.Module):
         return self.conv(x[:, None]).relu().mean(2)
 
 
-@change(net=Convolution)
-def a_convolution_s_stride(m: Any) -> None:
-    m.conv.stride = (2,)
+change(net=Convolution)(named("a_convolution_s_stride", lambda m: setattr(m.conv, "stride", (2,))))
 
 
 class Tensors(nn.Module):
@@ -560,9 +503,7 @@ class Tensors(nn.Module):
         return (self.linear(x) * self.plain).sigmoid() * self.several[0]
 
 
-@row("register_buffer", net=Tensors)
-def tensors_that_are_no_buffers(m: Any) -> Any:
-    return step(m)
+row("register_buffer", net=Tensors)(named("tensors_that_are_no_buffers", lambda m: step(m)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -586,9 +527,7 @@ def a_number_among_the_arguments(m: Any) -> Any:
     return [step(m, gain=gain) for gain in (1.0, 2.0, 2.5, 1.0)]
 
 
-@row(net=Arguments)
-def a_flag_for_a_number(m: Any) -> Any:
-    return [step(m, gain=gain) for gain in (1.0, 1, True)]
+row(net=Arguments)(named("a_flag_for_a_number", lambda m: [step(m, gain=gain) for gain in (1.0, 1, True)]))
 
 
 ONES = np.ones(2_000)
@@ -995,9 +934,7 @@ def gradients_of_some_parameters(m: Any) -> Any:
     return torch.autograd.grad(total(m(batch())), [m.head.weight, m.block.linear.bias])
 
 
-@row()
-def backward_into_some_parameters(m: Any) -> Any:
-    total(m(batch())).backward(inputs=[m.head.weight])
+row()(named("backward_into_some_parameters", lambda m: total(m(batch())).backward(inputs=[m.head.weight])))
 
 
 @row()
@@ -1086,9 +1023,7 @@ class Halves(nn.Module):
         return a.sigmoid(), b.sigmoid()
 
 
-@row(net=Halves)
-def one_half_alone(m: Any) -> Any:
-    m(batch())[1].sum().backward()
+row(net=Halves)(named("one_half_alone", lambda m: m(batch())[1].sum().backward()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1266,9 +1201,7 @@ class Clipping(nn.Module):
         return self.linear(x).sigmoid()
 
 
-@row("overwrites the parameter", net=Clipping)
-def a_parameter_clipped_in_forward(m: Any) -> Any:
-    return steps(m)
+row("overwrites the parameter", net=Clipping)(named("a_parameter_clipped_in_forward", lambda m: steps(m)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1334,9 +1267,7 @@ class Hooked(WithGlobals):
         self.linear.register_forward_hook(lambda module, args, out: out * 0.5)
 
 
-@row(net=Hooked)
-def a_hook_that_transforms(m: Any) -> Any:
-    return steps(m)
+row(net=Hooked)(named("a_hook_that_transforms", lambda m: steps(m)))
 
 
 class Normed(nn.Module):
@@ -1353,9 +1284,7 @@ class Normed(nn.Module):
         return self.second(self.first(x).sigmoid())
 
 
-@row(net=Normed)
-def weights_made_by_torch_s_hooks(m: Any) -> Any:
-    return steps(m)
+row(net=Normed)(named("weights_made_by_torch_s_hooks", lambda m: steps(m)))
 
 
 class Parametrized(nn.Module):
@@ -1367,9 +1296,7 @@ class Parametrized(nn.Module):
         return self.linear(x).sigmoid()
 
 
-@row(net=Parametrized)
-def weights_made_by_a_parametrization(m: Any) -> Any:
-    return changed(lambda m: None)(m)
+row(net=Parametrized)(named("weights_made_by_a_parametrization", lambda m: changed(lambda m: None)(m)))
 
 
 @row("another graph", net=Hooked)
@@ -1645,9 +1572,7 @@ class Transposed(nn.Module):
         return functional.mse_loss(self.linear(x).view(6, 2, 4).transpose(1, 2), torch.ones(6, 4, 2))
 
 
-@row(net=Transposed)
-def a_loss_of_a_transposed_value(m: Any) -> Any:
-    return steps(m)
+row(net=Transposed)(named("a_loss_of_a_transposed_value", lambda m: steps(m)))
 
 
 class ByLambda(nn.Module):
@@ -1675,9 +1600,7 @@ class ByProxy(ByLambda):
         self.scaled = lambda x: me.linear(x).sigmoid() * me.scale
 
 
-@row("cannot be captured", net=ByProxy)
-def a_weak_proxy_of_self(m: Any) -> Any:
-    return steps(m)
+row("cannot be captured", net=ByProxy)(named("a_weak_proxy_of_self", lambda m: steps(m)))
 
 
 class NamesItsOwn(nn.Module):
@@ -1715,9 +1638,7 @@ class CalledOtherwise(Sigmoid):
         return 3 * super().__call__(x)
 
 
-@row("another graph", net=CalledOtherwise)
-def a_call_of_the_class_s_own(m: Any) -> Any:
-    return steps(m)
+row("another graph", net=CalledOtherwise)(named("a_call_of_the_class_s_own", lambda m: steps(m)))
 
 
 class HoldsOne(nn.Module):
@@ -1729,9 +1650,7 @@ class HoldsOne(nn.Module):
         return self.inner(x).sigmoid()
 
 
-@row("another graph", net=HoldsOne)
-def a_call_of_a_part_s_own(m: Any) -> Any:
-    return steps(m)
+row("another graph", net=HoldsOne)(named("a_call_of_a_part_s_own", lambda m: steps(m)))
 
 
 class Distilled(nn.Module):
@@ -1821,9 +1740,7 @@ class Drawing(nn.Module):
         return (self.linear(x) * torch.ops.lowtide_tests.drawn(x)).sigmoid() * 2
 
 
-@row(net=Drawing)
-def an_op_that_draws_and_does_not_say_so(m: Any) -> Any:
-    return steps(m)
+row(net=Drawing)(named("an_op_that_draws_and_does_not_say_so", lambda m: steps(m)))
 
 
 class Averaging:

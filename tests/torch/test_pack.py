@@ -60,6 +60,7 @@ def net() -> small_nets.Built:
 SPEC = f"{Path(__file__).resolve()}:net"
 EXACT = ("bits", "narrow8", "narrow16", "narrow32")
 LOSSY = tuple(name for name, rule in FORMATS.items() if not rule.exact)
+QUICK = ("fp8_e4m3", "int4", "fewbit3")  # one of each kind
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,9 @@ def peak(plan: Plan, measurer: Measurer, tmp_path: Path) -> int:
     return measurer.steady_peak(plan, tmp_path)
 
 
-@pytest.mark.parametrize("format", LOSSY)
+@pytest.mark.parametrize(
+    "format", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LOSSY]
+)
 def test_lossy_formats_take_the_predicted_bytes(
     format: str, trace: Trace, measurer: Measurer, tmp_path: Path
 ) -> None:

@@ -302,7 +302,7 @@ class Recurrent(nn.Module):
         (nn.LSTM, False),
         pytest.param(nn.LSTM, True, marks=pytest.mark.slow),
         (nn.GRU, True),
-        (nn.RNN, False),
+        pytest.param(nn.RNN, False, marks=pytest.mark.slow),
     ],
 )
 def test_recurrent_layers_keep_the_dropout_between_them(kind: type[nn.Module], bidirectional: bool) -> None:

@@ -122,7 +122,15 @@ STEPS: dict[str, Any] = {
     "groups": made(Tied, lambda ps: torch.optim.SGD(grouped(list(ps)), lr=0.01, momentum=0.9)),
     **{f"tied {name}": made(Tied, kind) for name, kind in OPTIMIZERS.items()},
 }
-SLOW = ("gate", "groups", "tied Adafactor", "tied NAdam", "tied AdamW foreach", "tied AdamW fused")
+SLOW = (
+    "gate",
+    "groups",
+    "tied SGD",
+    "tied Adafactor",
+    "tied NAdam",
+    "tied AdamW foreach",
+    "tied AdamW fused",
+)
 
 
 @pytest.mark.parametrize("step", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in STEPS])

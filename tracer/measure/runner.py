@@ -73,7 +73,8 @@ class GraphRunner:
     def _call(self, code: tuple[Code, Code], mode: _Watched | None, args: Any, kwargs: Any) -> Any:
         """Call the captured model as the model is."""
         captured, model = self.program.captured, self.step.model
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        leaves = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        tensors = dict.fromkeys(leaves)  # one that is given twice is one input of the graph
         own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
         running: Any = contextlib.nullcontext if mode is None else mode.running_the_graph
 

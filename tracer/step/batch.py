@@ -201,12 +201,15 @@ def loss_in_outputs(outputs: Any) -> Any:
 
 def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
     """The batch with its tensors on `device`, made fake if `fake_mode` is given. Mappings become dicts, and a list of
-    another class as the whole batch a list. Raises SpecError if it holds a nested tensor.
+    another class as the whole batch a list. What is there twice stays one tensor. Raises SpecError if it holds a
+    nested tensor.
     """
     if isinstance(batch, Mapping):
         batch = dict(batch)
     elif isinstance(batch, list):
         batch = list(batch)
+
+    moved: dict[int, torch.Tensor] = {}
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
@@ -218,8 +221,9 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
                 "the batch holds a nested tensor, whose rows differ in length; pad it (torch.nested.to_padded_tensor) "
                 "and give the lengths or a mask beside it."
             )
-        if fake_mode is not None and not isinstance(leaf, FakeTensor):
-            leaf = fake_mode.from_tensor(leaf)
-        return leaf.to(device)
+        if id(leaf) not in moved:
+            made = fake_mode is not None and not isinstance(leaf, FakeTensor)
+            moved[id(leaf)] = (fake_mode.from_tensor(leaf) if made else leaf).to(device)
+        return moved[id(leaf)]
 
     return pytree.tree_map(move, batch)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -196,6 +196,7 @@ class _Twins:
         if self._mode is not None:
             return batch
 
+        @cache  # what is there twice stays one tensor
         def own(x: torch.Tensor) -> torch.Tensor:
             return x.detach().to(self._device, copy=True).requires_grad_(x.requires_grad)
 
