@@ -222,8 +222,10 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
                 "and give the lengths or a mask beside it."
             )
         if id(leaf) not in moved:
-            made = fake_mode is not None and not isinstance(leaf, FakeTensor)
-            moved[id(leaf)] = (fake_mode.from_tensor(leaf) if made else leaf).to(device)
+            held = leaf
+            if fake_mode is not None and not isinstance(leaf, FakeTensor):
+                held = fake_mode.from_tensor(leaf)
+            moved[id(leaf)] = held.to(device)
         return moved[id(leaf)]
 
     return pytree.tree_map(move, batch)
