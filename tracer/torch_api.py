@@ -71,6 +71,7 @@ USED: Final = {
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "cuda_memory_snapshot": "torch.cuda.memory:_snapshot",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
+    "when_cuda_begins": "torch.cuda:_lazy_call",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     "storage_expired": "torch._C:StorageBase._expired",
     "storage_uses": "torch._C:_storage_Use_Count",

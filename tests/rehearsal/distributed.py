@@ -65,8 +65,8 @@ def loss_of(model: Any, *shape: int) -> torch.Tensor:
     return functional.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+def adamw(model: nn.Module, **given: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, **given)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, *shape: int, clip: bool = True) -> None:
@@ -270,9 +270,15 @@ def objects() -> None:
     assert store.get(f"host{ranks - 1}") == b"here"
     assert store.add("count", 1) == ranks
     model = nn.Linear(WIDTH, WIDTH).cuda()
+    optimizer = adamw(model)
     model(torch.ones(8, WIDTH, device="cuda")).sum().backward()
-    adamw(model).step()
-    dist.broadcast_object_list([None], src=1)
+    optimizer.step()
+    given = [f"of {rank}" if rank == 1 else None]
+    dist.broadcast_object_list(given, src=1)
+    assert given == ["of 1"]
+    optimizer.step()
+    if rank == 0:
+        dist.recv_object_list(given, src=1)
 
 
 def mesh(*sizes: int) -> Any:
@@ -307,8 +313,9 @@ def main(kind: str) -> None:
     }
     if kind in models:
         model = models[kind]()
-        # Gradients of several meshes have no common norm.
-        train(model, adamw(model), clip="tp" not in kind)
+        # Gradients of several meshes, some of them plain, have no common norm and no common update.
+        tp = "tp" in kind
+        train(model, adamw(model, foreach=not tp), clip=not tp)
     elif kind.startswith("bounds"):  # in float32, with hardly any activations
         with torch.device("meta"):
             model = Net(words=32)

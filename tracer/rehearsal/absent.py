@@ -1,7 +1,7 @@
 """Answer for the ranks of a distributed job that are not there: the store, exchanges of objects, groups of CPUs.
 
 Runs in the process of the one rank that is rehearsed. Every other rank is taken to do and to hold what this one does
-and holds. What only another rank can know is refused by name.
+and holds. What only another rank can know is heard from that rank, which is rehearsed for it until it says so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
+from tracer.rehearsal.words import Words
 from tracer.torch_api import replaced
-from traces.errors import SpecError
 
 # Under these keys NCCL's groups look for the number by which their ranks find each other; the driver looks at none.
 _UNIQUE_ID: Final = re.compile(r"(cuda//|UniqueNCCLID:)\d+(:\d+)?$")
@@ -26,19 +26,20 @@ UNIQUE_ID_BYTES: Final = 128
 
 
 @contextmanager
-def absent_ranks(rank: int, ranks: int, local_rank: int, driver: Any) -> Iterator[None]:
+def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: Any) -> Iterator[None]:
     """In the body, torch.distributed finds `ranks` ranks, of which this process is number `rank`.
 
     Args:
+        words: what other ranks have said where they were rehearsed.
         driver: the null driver, which is told how many ranks a communicator has where NCCL asks the others.
     """
     rendezvous = import_module("torch.distributed.rendezvous")  # the package has a function of that name
     kept: dict[str, bytes] = {}
-    own = Objects(rank)
+    own = Objects(rank, words)
 
     class Shared(Answering):
         def __init__(self, *_: Any, **__: Any) -> None:
-            super().__init__(kept, rank, ranks)
+            super().__init__(kept, rank, ranks, words)
 
     exchanges = {
         name: getattr(own, name)
@@ -87,13 +88,14 @@ _ALIVE: Final[list[Any]] = []
 class Answering(dist.Store):
     """Keys and values of this process, and by rule those of the ranks that are not there."""
 
-    def __init__(self, kept: dict[str, bytes], rank: int, ranks: int) -> None:
+    def __init__(self, kept: dict[str, bytes], rank: int, ranks: int, words: Words) -> None:
         super().__init__()
-        self._kept, self._rank, self._ranks = kept, rank, ranks
+        self._kept, self._rank, self._ranks, self._words = kept, rank, ranks, words
         _ALIVE.append(self)  # C++ holds no reference to the object in Python
 
     def set(self, key: str, value: Any) -> None:
         self._kept[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._words.say(f"store {key}", self._kept[key])
 
     def get(self, key: str) -> bytes:
         if key in self._kept:
@@ -105,9 +107,7 @@ class Answering(dist.Store):
             mine = f"{key[: number.start()]}{self._rank}{key[number.end() :]}"
             if int(number[0]) < self._ranks and mine in self._kept:
                 return self._kept[mine]
-        raise SpecError(
-            f"rank {self._rank} asks the store for {key!r}, which another rank sets; rehearse that rank, or set it."
-        )
+        return bytes(self._words.hear(0, f"store {key}", f"asks the store for {key!r}, perhaps of rank 0"))
 
     def add(self, key: str, value: int) -> int:
         """As if every rank had added as much."""
@@ -144,10 +144,11 @@ class Answering(dist.Store):
 
 
 class Objects:
-    """Exchanges of Python objects: every rank gives what this one gives. Their bytes are not on the GPU."""
+    """Exchanges of Python objects: every rank gives what this one gives, unless one alone gives. Their bytes are not on
+    the GPU."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, words: Words) -> None:
+        self._rank, self._words = rank, words
 
     def all_gather_object(self, object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
         object_list[:] = [_copied(obj) for _ in object_list]
@@ -161,9 +162,15 @@ class Objects:
     def broadcast_object_list(
         self, object_list: list[Any], src: int | None = None, group: Any = None, *_: Any, **given: Any
     ) -> None:
-        source = _global_rank(src, given.get("group_src"), group)
-        if source != self._rank and all(x is None for x in object_list):
-            self._refuse("takes the objects that rank {} broadcasts", source)
+        source, word = _global_rank(src, given.get("group_src"), group), self._named("broadcast", group)
+        if source == self._rank:
+            self._words.say(word, object_list)
+        elif found := self._words.heard(source, word):
+            object_list[:] = found[0]
+        elif all(x is None for x in object_list):  # else it has the same
+            object_list[:] = self._words.hear(
+                source, word, f"takes the objects that rank {source} broadcasts"
+            )
 
     def scatter_object_list(
         self,
@@ -173,29 +180,32 @@ class Objects:
         group: Any = None,
         **given: Any,
     ) -> None:
-        if not scatter_object_input_list:
-            self._refuse("takes what rank {} scatters", _global_rank(src, given.get("group_src"), group))
-            return
-        scatter_object_output_list[0] = _copied(scatter_object_input_list[dist.get_rank(group)])
+        source, word = _global_rank(src, given.get("group_src"), group), self._named("scatter", group)
+        if source == self._rank:
+            self._words.say(word, scatter_object_input_list)
+        elif not scatter_object_input_list:
+            scatter_object_input_list = self._words.hear(source, word, f"takes what rank {source} scatters")
+        scatter_object_output_list[0] = _copied((scatter_object_input_list or [])[dist.get_rank(group)])
 
-    def send_object_list(self, *_: Any, **__: Any) -> None:
-        """Nobody takes them."""
+    def send_object_list(
+        self, object_list: list[Any], dst: int | None = None, group: Any = None, *_: Any, **given: Any
+    ) -> None:
+        to = _global_rank(dst, given.get("group_dst"), group)
+        self._words.say(self._words.numbered(f"send {self._rank} {to}"), object_list)
 
     def recv_object_list(
         self, object_list: list[Any], src: int | None = None, group: Any = None, *_: Any, **given: Any
     ) -> int:
         source = _global_rank(src, given.get("group_src"), group)
-        self._refuse("takes the objects that rank {} sends", source)
+        word = self._words.numbered(f"send {source} {self._rank}")
+        object_list[:] = self._words.hear(source, word, f"takes the objects that rank {source} sends")
         return source
 
     def monitored_barrier(self, *_: Any, **__: Any) -> None:
         """All are there."""
 
-    def _refuse(self, what: str, source: int) -> None:
-        raise SpecError(
-            f"rank {self._rank} {what.format(source)}, and only that rank knows them; rehearse rank {source}, or give "
-            "them on every rank."
-        )
+    def _named(self, what: str, group: Any) -> str:
+        return self._words.numbered(f"{what} {dist.get_process_group_ranks(group or dist.group.WORLD)}")
 
 
 def _global_rank(src: int | None, group_src: int | None, group: Any) -> int:

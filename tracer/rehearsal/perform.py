@@ -20,6 +20,7 @@ from torch import nn
 from tracer.environment import environment
 from tracer.rehearsal.record import Rehearsal
 from tracer.rehearsal.watch import Enough, Watch, names, null_driver
+from tracer.rehearsal.words import Said, Unheard, Words
 from tracer.step.context import initialisers_without_values
 from tracer.step.loop import TrainingStep, run_step
 from tracer.step.optimizers import optimizer_tensors
@@ -42,23 +43,29 @@ def do(
     snapshot: str,
     module: bool = False,
     local_rank: int = 0,
+    said: str = "",
+    until: str = "",
     **fields: Any,
 ) -> dict[str, Any]:
     """Rehearse, for a fresh process (`traces.isolated`): see `tracer.rehearsal.run.rehearse` for what is asked; the
-    fields are those of the Rehearsal to fill."""
-    ranks = fields.get("ranks", 0)
+    fields are those of the Rehearsal to fill.
+
+    Of a distributed job's rank, `said` is the folder of the ranks' words; in place of figures it answers whose word is
+    lacking ("unheard"), or that the one is said for which it ran (`until`).
+    """
+    most, failed = iterations if script else 0, True
+    out_of_memory = ""
     others: Any = nullcontext()
-    settle = None
-    if ranks:
+    if not (ranks := fields.get("ranks", 0)):
+        watch = Watch(most_iterations=most)
+    else:
         from tracer.rehearsal.absent import absent_ranks, finish_pending
 
-        others, settle = absent_ranks(fields["rank"], ranks, local_rank, null_driver()), finish_pending
-    watch = Watch(
-        most_iterations=iterations if script else 0,
-        device=local_rank if ranks else None,
-        settle=settle,
-    )
-    out_of_memory = ""
+        # The threads of NCCL's groups would ask the store while the interpreter ends.
+        atexit.register(lambda: os._exit(int(failed)))
+        watch = Watch(most_iterations=most, device=local_rank, settle=finish_pending)
+        words = Words(Path(said), fields["rank"], until)
+        others = absent_ranks(fields["rank"], ranks, local_rank, words, null_driver())
     try:
         with watch.watching(), initialisers_without_values(), others:
             if script:
@@ -66,6 +73,12 @@ def do(
             else:
                 step = load_spec(model, dict(options), seed=seed)("cuda")
                 _loop(step, _planned(step.model, plan, apply), iterations, watch)
+    except Unheard as word:
+        failed = False
+        return {"unheard": word.rank, "word": word.word, "why": str(word)}
+    except Said:
+        failed = False
+        return {"said": until}
     except torch.cuda.OutOfMemoryError as error:
         out_of_memory = " ".join(str(error).split())
     except LowtideError:
@@ -82,6 +95,7 @@ def do(
     if snapshot:
         with replacing(snapshot) as path:
             path.write_bytes(pickle.dumps(watch.snapshot))
+    failed = False
     communicators, taken = watch.communicators()
     done = Rehearsal(
         **fields,
@@ -94,8 +108,6 @@ def do(
         communicators=communicators,
         communicators_bytes=taken,
     )
-    if ranks:  # the threads of NCCL's groups would ask the store while the interpreter ends
-        atexit.register(os._exit, 0)
     return to_json(done)
 
 

@@ -98,29 +98,46 @@ def rehearse(
         "context_bytes": CONTEXT_BYTES,
         "module": module,
     }
-    variables = job.variables(rank) if job else {}
-    if job:
-        given |= {"rank": rank, "ranks": job.ranks, "local_rank": rank % job.local_ranks}
+
+    def perform(there: Device, number: int, word: str, asked: tuple[str, ...]) -> dict[str, Any]:
+        """What one rank answers, for which others are run first, until each has said what this one waits for."""
+        while True:
+            of_rank = (
+                {"rank": number, "ranks": job.ranks, "local_rank": number % job.local_ranks} if job else {}
+            )
+            answer = run_on_null_driver(
+                "tracer.rehearsal.perform:do",
+                {
+                    **given,
+                    **of_rank,
+                    "gpu": there.name,
+                    "memory_bytes": there.memory_bytes,
+                    "said": said,
+                    "until": word,
+                },
+                there,
+                what=f"rehearsed {model}",
+                environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
+                overriding=job.variables(number) if job else None,
+                devices=job.local_ranks if job else 1,
+                shown=runs_script and not word,
+            )
+            if "unheard" not in answer:
+                return answer
+            wanted = answer["word"]
+            if wanted in asked or "said" not in perform(there, answer["unheard"], wanted, (*asked, wanted)):
+                raise SpecError(answer["why"])
 
     def run(there: Device) -> Rehearsal:
-        answer = run_on_null_driver(
-            "tracer.rehearsal.perform:do",
-            {**given, "gpu": there.name, "memory_bytes": there.memory_bytes},
-            there,
-            what=f"rehearsed {model}",
-            environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
-            overriding=variables,
-            devices=job.local_ranks if job else 1,
-            shown=runs_script,
-        )
-        return from_json(Rehearsal, answer)
+        return from_json(Rehearsal, perform(there, rank, "", ()))
 
-    found = run(board)
-    if found.fits:
-        return found
-    wanted = run(replace(board, memory_bytes=LARGE_BYTES))
-    said = found.out_of_memory or "nothing; NCCL found no room when torch had reserved its own"
-    return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=said)
+    with TemporaryDirectory() as said:
+        found = run(board)
+        if found.fits:
+            return found
+        wanted = run(replace(board, memory_bytes=LARGE_BYTES))
+    why = found.out_of_memory or "nothing; NCCL found no room when torch had reserved its own"
+    return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=why)
 
 
 def _check(

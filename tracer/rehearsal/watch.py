@@ -22,7 +22,13 @@ import torch
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Communicator, Iteration, Peaks
 from tracer.step.loop import Enough, Phases
 from tracer.step.user_errors import is_foreign
-from tracer.torch_api import bindings, cuda_memory_snapshot, record_memory_history, replaced
+from tracer.torch_api import (
+    bindings,
+    cuda_memory_snapshot,
+    record_memory_history,
+    replaced,
+    when_cuda_begins,
+)
 from traces.records.plan import PredictionWarning
 from traces.records.trace import FORWARD, OPTIMIZER, PHASES
 
@@ -70,7 +76,7 @@ class Watch:
 
     def end(self) -> None:
         """It ends; the next begins."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         if self._settle is not None:
             self._settle()
         self._take()
@@ -86,6 +92,8 @@ class Watch:
 
     def _take(self) -> None:
         """Add the peaks since the last call to the phase that was."""
+        if not torch.cuda.is_initialized():
+            return
         stats = self._stats(self._device)
         found = Peaks(**{k: stats[k]["all"]["peak"] for k in _FIGURES})
         for key in _FIGURES:
@@ -104,7 +112,10 @@ class Watch:
         stepped = register_optimizer_step_post_hook(self._after_optimizer)
         heard = _READ(self._on_read)
         self._driver.null_on_read(heard)
-        record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
+        # A rank may choose its GPU as long as torch has not begun with CUDA.
+        when_cuda_begins(
+            lambda: record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
+        )
         self.begin()
         try:
             with (
@@ -117,8 +128,9 @@ class Watch:
             ):
                 yield
         finally:
-            self.snapshot = cuda_memory_snapshot()
-            record_memory_history(None)
+            if torch.cuda.is_initialized():
+                self.snapshot = cuda_memory_snapshot()
+                record_memory_history(None)
             self._driver.null_on_read(_READ())
             stepped.remove()
 
@@ -189,7 +201,7 @@ class Watch:
 
         Call it after `watching`.
         """
-        events = (self.snapshot["device_traces"] or [[]] * (self._device + 1))[self._device]
+        events = dict(enumerate(self.snapshot.get("device_traces", []))).get(self._device, [])
         blocks: dict[int, dict[str, Any]] = {}
         now = highest = 0
         at = -1
@@ -235,7 +247,7 @@ def null_driver() -> Any:
     driver.null_on_read.argtypes = [_READ]
     driver.null_communicators.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     driver.null_communicators.restype = None
-    driver.null_set_binary(_compiled_for())
+    when_cuda_begins(lambda: driver.null_set_binary(_compiled_for()))
     return driver
 
 
