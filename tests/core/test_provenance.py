@@ -33,7 +33,7 @@ def measurement(**more: Any) -> Measurement:
     )  # fmt: skip
 
 
-def test_a_rehearsal_is_known_by_the_gpu_s_name_and_before_that_by_the_environment(
+def test_a_rehearsal_is_known_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(NAME, raising=False)
