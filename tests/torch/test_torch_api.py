@@ -43,6 +43,7 @@ REPLACED = {
     "torch.clear_autocast_cache": "?",
     "torch.nn.init._no_grad_trunc_normal_": "tensor mean std a b generator",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",
+    "torch.nn.Module._apply": "self fn recurse",
     "torch.utils.weakref": "?",
     "torch.Tensor.__deepcopy__": "self memo",
     "torch.nn.Parameter.__deepcopy__": "self memo",

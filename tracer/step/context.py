@@ -81,25 +81,41 @@ def copies_of_constants() -> Iterator[None]:
 
 @contextmanager
 def fake_conversions() -> Iterator[None]:
-    """Under a fake mode, let `module.to(...)`, `.half()`, `.cpu()` work in the body, and `make_fake`.
+    """Under a fake mode, let `module.to(...)`, `.half()`, `.cpu()` work in the body: parameters stay the objects that
+    they are, as real ones do.
 
-    torch swaps what is in a parameter for that, and refuses where there are weak references: a mode has one to each of
-    its tensors, and loses nothing.
+    Of fake ones torch would swap what is in them, which it refuses where there are weak references, or replace them, so
+    that an optimizer or another module has the old ones (torch/nn/modules/module.py, by its release).
     """
-    with (
-        replaced(torch.utils, weakref=SimpleNamespace(getweakrefs=lambda _: []))
-        if is_fake()
-        else nullcontext()
-    ):
+    if not is_fake():
         yield
+        return
+
+    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        for module in self.children() if recurse else ():
+            module._apply(fn)
+        for parameter in self.parameters(recurse=False):
+            with torch.no_grad():
+                _put(parameter, nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad))
+        for key, buffer in self.named_buffers(recurse=False):
+            setattr(self, key, fn(buffer))
+        return self
+
+    with replaced(nn.Module, _apply=apply):
+        yield
+
+
+def _put(parameter: nn.Parameter, new: torch.Tensor) -> None:
+    """Put another tensor into a parameter. A mode has weak references to its tensors, and loses nothing."""
+    with replaced(torch.utils, weakref=SimpleNamespace(getweakrefs=lambda _: [])):
+        swap_tensors(parameter, new)
 
 
 def make_fake(model: nn.Module, mode: Any) -> None:
     """Make the parameters and buffers of a model fake, where it was made outside the mode: the same objects."""
-    with fake_conversions():
-        for parameter in model.parameters():
-            if not isinstance(parameter, FakeTensor):
-                swap_tensors(parameter, mode.from_tensor(parameter))
+    for parameter in model.parameters():
+        if not isinstance(parameter, FakeTensor):
+            _put(parameter, mode.from_tensor(parameter))
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             if not isinstance(buffer, FakeTensor):
