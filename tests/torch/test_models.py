@@ -119,7 +119,7 @@ def test_representative_models_can_be_captured(name: str, options: dict[str, Any
     assert len(captured.backward) > 10
 
 
-@pytest.mark.parametrize("family", ["densenet", "swin", "maxvit"])
+@pytest.mark.parametrize("family", ["densenet", "swin", pytest.param("maxvit", marks=pytest.mark.slow)])
 def test_families_of_torchvision_can_be_captured_in_small(family: str) -> None:
     """Of the same layers as the published nets, which take a minute to capture (`-m slow`)."""
     with FakeTensorMode():
