@@ -45,7 +45,6 @@ class Ladder:
     rungs: tuple[tuple[Rewrite, ...], ...]
     # Those to try first: from the best of them the climb goes on, up or down, while that helps.
     first: Sequence[int]
-    waits: bool = False  # the step may wait for what runs beside it
 
 
 def ladder(rungs: Iterable[tuple[Rewrite, ...]]) -> Iterator[Ladder]:

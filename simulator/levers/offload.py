@@ -57,7 +57,7 @@ def ladders(
         SpecError: nobody says how fast copies are.
     """
     for made in ladder(_rungs(problem, rewrites, levers, budget_bytes)):
-        yield replace(made, first=range(min(2, len(made.rungs))), waits=True)
+        yield replace(made, first=range(min(2, len(made.rungs))))
 
 
 def _rungs(

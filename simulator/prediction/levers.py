@@ -104,10 +104,6 @@ def floor_of(problem: Problem, rewrites: Rewrites) -> int:
     return bounder_of(draft_problem(problem, rewrites)).floor.peak_bytes
 
 
-def time_of(problem: Problem, rewrites: Rewrites) -> int:
-    return draft_problem(problem, rewrites).trace.time_ns
-
-
 def _measured(levers: Levers) -> tuple[str, ...]:
     return () if levers.errors is None else levers.errors.kinds
 
@@ -171,7 +167,7 @@ class Chooser:
         """The steps of which a plan may exist, by rising bound; where there is none, that with the lowest floor."""
         self.worth(())
         if self.problem.saved.timeline.peak_allocated_bytes > self.budget_bytes:
-            self._search()
+            climb(ladders(self.problem, self.levers, self.budget_bytes), self.worth)
         lowest = max(self.judged, key=self.judged.__getitem__)
         return sorted(self.steps, key=promise_of) or [self._changed(lowest)]
 
@@ -193,17 +189,6 @@ class Chooser:
             return Worth(feasible=False, less=-floor, ops=-found.problem.trace.time_ns)
         self.steps.append(found)
         return Worth(feasible=True, less=-found.least_ns)
-
-    def _search(self) -> None:
-        """Climb in two orders, since each way ends where no one change helps: what takes no time first, with what the
-        step may wait for or without. Where the former may do alone it goes first: few others come near its bound."""
-        found, now_ns = ladders(self.problem, self.levers, self.budget_bytes), self.problem.trace.time_ns
-        cheap = [x for x in found if time_of(self.problem, x.rungs[0]) <= now_ns]
-        plain = [x for x in cheap if not x.waits]
-        orders = [[*first, *(x for x in found if x not in first)] for first in (plain, cheap)]
-        may_do = self.worth(climb(cheap, self.worth)).feasible
-        for order in reversed(orders) if may_do else orders:
-            climb(order, self.worth)
 
 
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:

@@ -20,7 +20,6 @@ from simulator.prediction.ask import Question, ask
 from simulator.prediction.levers import (
     Changed,
     Chooser,
-    Worth,
     changed_steps,
     climb,
     lower_bound,
@@ -374,8 +373,8 @@ def test_of_two_numbers_of_tiles_that_promise_as_much_the_smaller_is_planned_and
     assert planned == asked
 
 
-def rungs(*of: tuple[Rewrite, ...], waits: bool = False) -> Ladder:
-    return Ladder(rungs=of, first=range(len(of)), waits=waits)
+def rungs(*of: tuple[Rewrite, ...]) -> Ladder:
+    return Ladder(rungs=of, first=range(len(of)))
 
 
 def test_a_choice_is_given_up_where_another_is_better_without_it() -> None:
@@ -392,38 +391,10 @@ def test_of_rungs_that_change_one_value_the_first_that_is_made_stands() -> None:
     assert climb([rungs((copied,)), rungs((packed,))], lambda rewrites: packed in rewrites) == (packed,)
 
 
-@pytest.mark.parametrize("found", ["packed with half of the copies", "all copies alone"])
-@pytest.mark.parametrize("may_do", [False, True])
-def test_combinations_are_found_from_either_end(
-    monkeypatch: pytest.MonkeyPatch, found: str, may_do: bool
-) -> None:
-    packed = (Rewrite(kind="bits", storage=0),)
-    half = (Rewrite(kind="offload", storage=1, bytes_per_s=1),)
-    whole = (*half, Rewrite(kind="offload", storage=2, bytes_per_s=1))
-    monkeypatch.setattr(levers, "time_of", lambda problem, rewrites: head().time_ns + (rewrites is packed))
-    monkeypatch.setattr(levers, "ladders", lambda *_: [rungs(packed), rungs(half, whole, waits=True)])
-    best, worth = (*packed, *half), {packed: 2, half: 1, whole: 3, (*packed, *half): 5}
-    if found == "all copies alone":
-        best, worth = whole, {packed: 4, half: 1, whole: 5}
-    seen: list[tuple[Rewrite, ...]] = []
-
-    def worth_of(_: Chooser, rewrites: tuple[Rewrite, ...]) -> Worth:
-        seen.append(rewrites)
-        return Worth(feasible=may_do, less=worth.get(rewrites, 0))
-
-    monkeypatch.setattr(Chooser, "worth", worth_of)
-    Chooser(Problem(head()), 10, Levers())._search()
-    assert best in seen
-    # Copies take no time; what they alone may do says what the whole search begins with.
-    begins = next(rewrites for rewrites in seen if packed[0] in rewrites)
-    assert (half[0] in begins) == may_do
-
-
 def test_of_equal_floors_that_of_the_shorter_step_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levers, "floor_of", lambda problem, rewrites: 1000)
     problem, few, many = Problem(head(4)), (in_tiles(2),), (in_tiles(4),)
     chooser = Chooser(problem, 10, Levers(allow="fp"))
-    assert levers.time_of(problem, few) < levers.time_of(problem, many)
     assert chooser.worth(()) > chooser.worth(few) > chooser.worth(many)
 
 
