@@ -158,23 +158,41 @@ def test_a_size_that_the_shapes_say_already() -> None:
 
 @pytest.mark.usefixtures("by_rules")
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`simulate --shapes` runs `trace --shapes`, in this process here, and uses again what it made."""
-    transformers()
+    """`simulate --shapes` uses what `trace --shapes` made, and runs no file that a trace names."""
     monkeypatch.chdir(tmp_path)
     run, words = CliRunner().invoke, ["--batch-size", "2", "--target", "h100", "-q"]
+    shapes = ["--shapes", "seq-len=7:9:2"]
+    assert "leave --device out" in run(trace_command, [HERE, *shapes, "--device", "cpu"]).output
+    assert run(trace_command, [HERE, "--seq-len", "9", "-o", "t", *words]).exit_code == 0
+    refused = run(simulate_command, ["t", *shapes])
+    assert refused.exit_code == 2
+    assert "is run unasked" in refused.stderr
+    assert run(trace_command, [HERE, *shapes, "-o", "t-shapes", *words]).exit_code == 0
+    done = run(simulate_command, ["t", *shapes, "--json"])
+    assert done.exit_code == 0, done.output
+    assert "using t-shapes" in done.stderr
+    told = json.loads(done.stdout)["shapes"]
+    assert told["worst"]["seq_len"] == 9
+    assert told["reserved"]["steps"] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("by_rules")
+def test_simulate_runs_trace_for_the_shapes_of_a_model_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process here."""
+    transformers()
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke
     monkeypatch.setattr(study, "run_trace", lambda asked, what: run(trace_command, [*asked, "-q"]))
-    refused = run(trace_command, ["gpt2-tiny", "--shapes", "seq-len=7:8", "--device", "cpu"])
-    assert "leave --device out" in refused.output
-    assert run(trace_command, ["gpt2-tiny", "--seq-len", "8", "-o", "t", *words]).exit_code == 0
-    asked = ["t", "--shapes", "seq-len=7:8", "--json"]
-    first, again = run(simulate_command, asked), run(simulate_command, asked)
+    words = ["gpt2-tiny", "--seq-len", "8", "--batch-size", "2", "--target", "h100", "-q", "-o", "t"]
+    assert run(trace_command, words).exit_code == 0
+    first, again = (run(simulate_command, ["t", "--shapes", "seq-len=7:8", "--json"]) for _ in range(2))
     assert first.exit_code == again.exit_code == 0, first.output
     assert "recording 2 traces" in first.stderr
     assert "using t-shapes" in again.stderr
-    told = json.loads(first.stdout)["shapes"]
-    assert told == json.loads(again.stdout)["shapes"]
-    assert told["worst"]["seq_len"] == 8
-    assert told["reserved"]["steps"] == 200
+    assert json.loads(first.stdout)["shapes"] == json.loads(again.stdout)["shapes"]
 
 
 def trained(
