@@ -94,6 +94,10 @@ USED: Final = {
     "tracing": "torch._guards:tracing",
     "dynamo_config": "torch._dynamo.config",
     "backend_aot_autograd": "torch._dynamo.backends.common:aot_autograd",
+    # ranks that are not there
+    "FakeProcessGroup": "torch._C:_distributed_c10d.FakeProcessGroup",
+    "new_process_group_helper": "torch.distributed.distributed_c10d:_new_process_group_helper",
+    "process_groups": "torch.distributed.distributed_c10d:_world",
     # modules in which `replaced` puts something else
     "bindings": "torch._C",
     "decompositions": "torch._decomp.decompositions",

@@ -54,16 +54,17 @@ READ = {
     "torch.nn.Module._call_impl",
     "torch.nn.Module._wrapped_call_impl",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
+    "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
 }
 # Private attributes of objects of torch, transformers and Python. Those that Lowtide's own objects have too, such as
 # _parameters, do not show.
 OF_OBJECTS = {
     "_apply", "_attn_implementation", "_boxed_call", "_call_impl", "_cdata", "_compiled_call_impl", "_destroy",
-    "_dispatch_cache",
+    "_dispatch_cache", "_exit",
     "_fields", "_getframe", "_growth_tracker",
     "_model_mapping",
     "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
-    "_schema", "_sequence_nr",
+    "_schema", "_sequence_nr", "_validate_launch_command", "_wait_for_pending_works",
 }  # fmt: skip
 ONLY_WITH_CUDA = {name for name in REPLACED if name.startswith("torch._C._cuda_")}
 

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
 from tracer.rehearsal.words import Words
-from tracer.torch_api import replaced
+from tracer.torch_api import FakeProcessGroup, new_process_group_helper, process_groups, replaced
 
 # Under these keys NCCL's groups look for the number by which their ranks find each other; the driver looks at none.
 _UNIQUE_ID: Final = re.compile(r"(cuda//|UniqueNCCLID:)\d+(:\d+)?$")
@@ -77,7 +77,7 @@ def finish_pending() -> None:
 
     Ten times a second they look, and let go of tensors. An iteration on a GPU takes longer than that.
     """
-    for group, (backend, _) in list(c10d._world.pg_map.items()):
+    for group, (backend, _) in list(process_groups.pg_map.items()):
         if "nccl" in backend:
             group._wait_for_pending_works()
 
@@ -220,18 +220,15 @@ def _copied(value: Any) -> Any:
 
 def _on_cpus(store: Any, rank: int, size: int, *_: Any, **__: Any) -> Any:
     """The group of CPUs that gloo would make: torch's own that does nothing."""
-    from torch._C import _distributed_c10d as bindings
-
-    fake_group: Any = bindings.FakeProcessGroup
-    options = fake_group.Options()
+    options = FakeProcessGroup.Options()
     if hasattr(options, "simulate_uniform_ranks"):
         options.simulate_uniform_ranks = True
-    return fake_group._create_internal(rank, size, options)
+    return FakeProcessGroup._create_internal(rank, size, options)
 
 
 def _telling_sizes(c10d: Any, driver: Any) -> tuple[Any, Any]:
     """Torch's two functions that make groups, which tell the driver how many ranks the group has while they do."""
-    make, split = c10d._new_process_group_helper, c10d.split_group
+    make, split = new_process_group_helper, c10d.split_group
 
     def made(size: int, *args: Any, **given: Any) -> Any:
         driver.null_split_ranks(size)
@@ -241,7 +238,7 @@ def _telling_sizes(c10d: Any, driver: Any) -> tuple[Any, Any]:
             driver.null_split_ranks(0)
 
     def divided(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **given: Any) -> Any:
-        here = (parent_pg or c10d._get_default_group()).rank()
+        here = (parent_pg or dist.group.WORLD).rank()
         driver.null_split_ranks(next((len(r) for r in split_ranks or () if here in r), 0))
         try:
             return split(parent_pg, split_ranks, *args, **given)
