@@ -22,7 +22,7 @@ from traces.errors import EnvironmentProblem, LowtideError
 from traces.files import check_writable
 
 # Module -> package.
-PAGE_NEEDS: Final = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
+PAGE_NEEDS: Final = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]

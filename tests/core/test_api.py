@@ -94,7 +94,7 @@ def test_records_show_themselves(trace: Trace) -> None:
 def test_the_package_loads_nothing_until_it_is_asked() -> None:
     code = (
         "import sys, simulator; before = {'numpy', 'click', 'numba'} & set(sys.modules); "
-        "simulator.simulate('resnet152'); heavy = {'torch', 'pandas'} & set(sys.modules); "
+        "simulator.simulate('resnet152'); heavy = {'torch', 'altair', 'pandas'} & set(sys.modules); "
         "print(sorted(before), sorted(heavy), sorted(set(simulator.__all__) - set(dir(simulator))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -89,6 +89,7 @@ def specifications(html: str) -> list[dict[str, object]]:
 
 @pytest.fixture
 def reporting() -> None:
+    pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
 
 
@@ -245,7 +246,7 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
     assert path.stat().st_size < 1_600_000
     peak = predicted(trace, planned(trace, *range(3, 2000, 3)), None).planned.timeline.peak_allocated_bytes
     drawn = [s for s in specifications(path.read_text("utf-8")) if "hover_plan" in json.dumps(s)]
-    csv = next(t for t in tables(drawn[0]) if t.startswith("ms,step,op,total"))
+    csv = next(t for t in drawn[0]["datasets"].values() if t.startswith("ms,step,op,total"))  # type: ignore[attr-defined]
     totals = [float(line.split(",")[3]) for line in csv.splitlines()[1:]]
     assert len(totals) <= 1500
     assert max(totals) == round(peak / GIB, 4)
@@ -299,20 +300,10 @@ def sweep_row(batch: int, *, feasible: bool = True, **more: object) -> SweepRow:
     return SweepRow(**(values | more))  # type: ignore[arg-type]
 
 
-def tables(spec: object) -> list[str]:
-    """The CSV texts in a specification."""
-    if isinstance(spec, list):
-        return [text for part in spec for text in tables(part)]
-    if not isinstance(spec, dict):
-        return []
-    mine = [spec["data"]["values"]] if "data" in spec else []
-    return [*mine, *(text for part in spec.values() for text in tables(part))]
-
-
 def series_of(spec: dict[str, object]) -> set[str]:
     """The series of a grouped bar chart; empty for other charts."""
     out: set[str] = set()
-    for text in tables(spec):
+    for text in spec["datasets"].values():  # type: ignore[attr-defined]
         lines = list(csv.reader(io.StringIO(text)))
         if "place" in lines[0]:
             out |= {line[lines[0].index("series")] for line in lines[1:]}
@@ -439,7 +430,7 @@ def test_an_unverified_measurement_says_so(tmp_path: Path, reporting: None) -> N
         assert "The black line" not in html
 
 
-@pytest.mark.parametrize("missing", ["vl_convert", "jinja2"])
+@pytest.mark.parametrize("missing", ["altair", "vl_convert", "jinja2"])
 def test_a_missing_package_is_named(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None
 ) -> None:
@@ -457,7 +448,7 @@ def test_a_missing_package_is_named(
 def test_importing_the_report_is_light() -> None:
     code = (
         "import sys, simulator.report.step, simulator.report.sweep; "
-        "print(sorted({'pandas', 'vl_convert', 'torch', 'jinja2'} & set(sys.modules)))"
+        "print(sorted({'altair', 'pandas', 'vl_convert', 'torch', 'jinja2'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -65,12 +65,13 @@ def test_a_missing_package_is_named_before_the_work(
     command: Any, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "altair", None)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     words = tuple(w for w in words if w)
     result = call(command, *words, "--report", "page.html")
     assert result.exit_code == 2
-    assert "page.html: a report needs vl-convert-python" in result.stderr
-    assert "pip install vl-convert-python" in result.stderr
+    assert "page.html: a report needs altair and vl-convert-python" in result.stderr
+    assert "pip install altair vl-convert-python" in result.stderr
     assert NOTHING not in result.stderr
     assert (result.stdout, list(tmp_path.iterdir())) == ("", [])
 
@@ -93,7 +94,7 @@ def test_where_an_import_is_refused_nothing_is_run(tmp_path: Path) -> None:
         "import sys\n"
         "class Refusing:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('jinja2', 'vl_convert'):\n"
+        "        if name.partition('.')[0] in ('altair', 'vl_convert'):\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refusing())\n"
         "from executor.cli.main import execute as main\n"
@@ -109,13 +110,13 @@ def test_where_an_import_is_refused_nothing_is_run(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("Error: --report page.html: a report needs vl-convert-python and jinja2")
+    assert done.stderr.startswith("Error: --report page.html: a report needs altair and vl-convert-python")
 
 
 def test_what_was_measured_is_printed_though_the_page_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("vl_convert")
+    pytest.importorskip("altair")
     plan = Plan(meta=tiny.chain(2).meta)
     measured = Measurement(
         model="m", options={}, planner="p", budget_bytes=None, fingerprint="f", device="cpu",
