@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,7 +238,9 @@ def in_words(found: Rehearsal) -> str:
         f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as by nvidia-smi",
     ]
     if found.alive:
-        lines.append("  alive at the peak, by the line that asked for it:")
+        held = ", ".join(f"{show_bytes(n)} {what}" for what, n in found.at_the_peak.items() if n)
+        lines.append(f"  at the peak: {held}")
+        lines.append("  by the line that asked for it:")
     for row in found.alive[:MOST_LINES]:
         line = row.line or "(torch itself)"
         lines.append(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")
@@ -267,7 +270,13 @@ def ranks_in_words(found: Sequence[Rehearsal]) -> str:
     first = found[0]
     lines = [f"{first.model} on {first.gpu}, torch {first.environment.get('torch', '?')}: {first.provenance}"]
     lines += [f"  {line}" for line in table(found, columns).lines()]
+    held = [(what, "bytes", partial(_held, what)) for what in first.at_the_peak]
+    lines += ["  at the peak", *(f"  {line}" for line in table(found, [columns[0], *held]).lines())]
     return "\n".join([*lines, *dict.fromkeys(w for f in found for w in _warnings(f))])
+
+
+def _held(what: str, found: Rehearsal) -> int:
+    return found.at_the_peak.get(what, 0)
 
 
 def _warnings(found: Rehearsal) -> list[str]:

@@ -185,5 +185,9 @@ def test_several_ranks_are_one_answer_and_one_rank_takes_what_the_program_takes_
     assert one["steady"] == asdict(rehearse(train, "h100", iterations=2).steady)
     assert (one["ranks"], many["ranks"], many["rank"]) == (1, 16, 0)
     assert one["steady"] == many["steady"]
+    parameters = 4 * (512 * 512 + 512)
+    held = many["at_the_peak"]
+    assert (held["parameters"], held["optimizer state"]) == (parameters, 2 * parameters)
+    assert sum(held.values()) <= many["steady"]["requested_bytes"]
     assert many["outside_bytes"] - one["outside_bytes"] == COMMUNICATOR_BYTES["MORE"]
     assert many["gpu_bytes"] == many["outside_bytes"] + many["steady"]["reserved_bytes"]

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
@@ -77,9 +78,10 @@ def finish_pending() -> None:
 
     Ten times a second they look, and let go of tensors. An iteration on a GPU takes longer than that.
     """
-    for group, (backend, _) in list(process_groups.pg_map.items()):
-        if "nccl" in backend:
-            group._wait_for_pending_works()
+    gpu = torch.device("cuda")
+    for group in list(process_groups.pg_map):
+        if gpu in group._device_types and (backend := group._get_backend(gpu)).name() == "nccl":
+            getattr(backend, "_wait_for_pending_works", group._wait_for_pending_works)()
 
 
 _ALIVE: Final[list[Any]] = []

@@ -97,12 +97,14 @@ def do(
             path.write_bytes(pickle.dumps(watch.snapshot))
     failed = False
     communicators, taken = watch.communicators()
+    alive, at_the_peak = watch.at_the_peak()
     done = Rehearsal(
         **fields,
         model=model,
         environment={k: v for k, v in environment("cuda").items() if k not in ("machine", "threads")},
         iterations=tuple(watch.iterations),
-        alive=watch.alive_at_the_peak(),
+        alive=alive,
+        at_the_peak=at_the_peak,
         warnings=watch.warnings(),
         out_of_memory=out_of_memory,
         communicators=communicators,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import or_
 from typing import Any, Final
@@ -80,6 +80,9 @@ class Rehearsal:
     environment: Mapping[str, str]  # torch, CUDA, the allocator's settings
     iterations: tuple[Iteration, ...]
     alive: tuple[Alive, ...] = ()  # at the peak of the last iteration, the largest first
+    at_the_peak: Mapping[str, int] = field(
+        default_factory=dict
+    )  # all of that in bytes, by what it is to training
     warnings: tuple[PredictionWarning, ...] = ()
     # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
     out_of_memory: str = ""

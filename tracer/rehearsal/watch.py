@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import torch
 
+from tracer.rehearsal.peak import BEFORE, MOST_LINES, at_the_peak, foreign, owned_by
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Communicator, Iteration, Peaks
 from tracer.step.loop import Enough, Phases
-from tracer.step.user_errors import is_foreign
 from tracer.torch_api import (
     bindings,
     cuda_memory_snapshot,
@@ -33,7 +33,6 @@ from traces.records.plan import PredictionWarning
 from traces.records.trace import FORWARD, OPTIMIZER, PHASES
 
 MAX_EVENTS: Final = 10**7
-MOST_LINES: Final = 20  # of those that hold memory at the peak, and of those that read values
 # Words in a line that asks whether something is wrong, which it is not; other yes-or-no questions are answered yes.
 _DOUBTS: Final = ("isnan", "isinf", ".any(", "torch.any")
 _FIGURES: Final = ("requested_bytes", "allocated_bytes", "reserved_bytes")
@@ -56,6 +55,8 @@ class Watch:
         self._marks: list[tuple[int, str]] = []  # (microseconds of Unix time, phase that begins)
         self._began_us = 0  # the last whole iteration
         self._this_us = 0
+        self._owned: dict[int, str] = {}  # addresses of parameters, gradients and state, as they were last
+        self._owned_us = 0
         self._optimizer = 0  # the first that stepped, by identity
         self._highest: dict[str, int] = {}  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
@@ -135,6 +136,8 @@ class Watch:
             stepped.remove()
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self._owned |= owned_by(optimizer)
+        self._owned_us = _now_us()
         if not self._most:
             return
         self._optimizer = self._optimizer or id(optimizer)
@@ -196,35 +199,17 @@ class Watch:
             for (where, size, told), _ in found
         ]
 
-    def alive_at_the_peak(self) -> tuple[Alive, ...]:
-        """Return what was in use at the highest point of the last iteration, by the line that asked for it.
+    def at_the_peak(self) -> tuple[tuple[Alive, ...], dict[str, int]]:
+        """Return what was in use at the highest point of the last iteration, by the line that asked for it and by
+        category.
 
         Call it after `watching`.
         """
         events = dict(enumerate(self.snapshot.get("device_traces", []))).get(self._device, [])
-        blocks: dict[int, dict[str, Any]] = {}
-        now = highest = 0
-        at = -1
-        for k, event in enumerate(events):
-            now += _step(blocks, event)
-            if now > highest and event["time_us"] >= self._began_us:
-                highest, at = now, k
-        blocks = {}
-        for event in events[: at + 1]:
-            _step(blocks, event)
-        sizes: Counter[tuple[str, str]] = Counter()
-        counts: Counter[tuple[str, str]] = Counter()
-        for event in blocks.values():
-            key = (_line(event["frames"]), self._phase_at(event["time_us"]))
-            sizes[key] += event["size"]
-            counts[key] += 1
-        return tuple(
-            Alive(line=line, phase=phase, blocks=counts[line, phase], requested_bytes=size)
-            for (line, phase), size in sizes.most_common(MOST_LINES)
-        )
+        return at_the_peak(events, self._began_us, self._owned, self._owned_us, self._phase_at)
 
     def _phase_at(self, time_us: int) -> str:
-        found = "before"
+        found = BEFORE
         for begins_us, phase in self._marks[1:]:
             if begins_us > time_us:
                 break
@@ -264,39 +249,15 @@ def _compiled_for() -> int:
     return max(fitting, default=10 * here[0] + here[1])
 
 
-def _step(blocks: dict[int, dict[str, Any]], event: dict[str, Any]) -> int:
-    """Follow an event of torch's; returns by how many bytes it changes what is in use."""
-    if event["action"] == "alloc":
-        blocks[event["addr"]] = event
-        return int(event["size"])
-    if event["action"] == "free_requested":
-        old = blocks.pop(event["addr"], None)
-        return -int(old["size"]) if old else 0
-    return 0
-
-
-def _line(frames: list[dict[str, Any]]) -> str:
-    """The innermost line that is not torch's own: "modeling_bert.py:362 forward"."""
-    for frame in frames:
-        if not _foreign(frame["filename"]):
-            return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return ""
-
-
 def _line_of(frame: Any) -> tuple[str, str]:
     """The innermost line from a frame on outwards that is not torch's own, and its text."""
     while frame is not None:
         code = frame.f_code
-        if not _foreign(code.co_filename):
+        if not foreign(code.co_filename):
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}", text
         frame = frame.f_back
     return "", ""
-
-
-def _foreign(file: str) -> bool:
-    """Return whether users do not look at a line of that file: torch's own, Lowtide's, or no file at all."""
-    return is_foreign(file) or not file.endswith(".py")
 
 
 def _now_us() -> int:
