@@ -10,14 +10,7 @@ if TYPE_CHECKING:
     from executor.plans import measure, verify
     from executor.training.module import apply_plan, remove_plan, unplanned
 
-__all__ = [
-    "apply_plan",
-    "fit",
-    "measure",
-    "remove_plan",
-    "unplanned",
-    "verify",
-]
+__all__ = ["apply_plan", "fit", "measure", "remove_plan", "unplanned", "verify"]
 _ROOMS = {"fit": "executor.fitting.fit", "measure": "executor.plans", "verify": "executor.plans"}
 
 

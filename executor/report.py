@@ -51,8 +51,7 @@ def write_measurement(
         subtitle=f"{describe(trace.meta)} · planner {m.planner or 'none'}",
         sections=(
             Section(
-                "Predicted beside measured",
-                (*_texts(m, plan.meta), beside(runs, m.place), *_charts(m, runs)),
+                "Predicted beside measured", (*_texts(m, plan.meta), beside(runs, m.place), *_charts(m, runs))
             ),
             *simulation_sections(c, measured_curve),
             Section("Environment of the measurement", (Table(columns=("", "value"), rows=tuple(rows)),)),

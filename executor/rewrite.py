@@ -19,6 +19,7 @@ from executor.codecs.host import WAIT_IN
 from simulator.core.facts import PREFETCH, RELOAD
 from simulator.core.from_output import Swap
 from simulator.core.schedule import Schedule
+from tracer.capture.passes.batch_norm import STATISTICS
 from tracer.capture.passes.batch_norm import again as without_effect
 from tracer.record.program import Program, inplace_twin, is_number
 from tracer.torch_api import BoxedCodeGen
@@ -116,7 +117,9 @@ class _Writing:
         if not op.parts or not partial:
             self.current[op.node] = copy
         for part in op.parts:
-            if partial and not any(s in schedule.binds[step] for s in op.storage_of[part]):
+            # A batch norm that runs again makes no statistics; one after it, which also runs again, asks for none.
+            gone = target is not op.node.target and part.args[1] in STATISTICS
+            if partial and (gone or not any(s in schedule.binds[step] for s in op.storage_of[part])):
                 continue
             parts[part] = self._copy(graph, part, (part.target, part.args), again, parts.__getitem__)
             self._put(part, parts[part], graph)

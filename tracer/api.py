@@ -167,10 +167,7 @@ def trace(
 
 
 def _rehearsed(
-    requests: Sequence[Mapping[str, Any]],
-    objects: Mapping[str, Any],
-    gpu: Device,
-    say: Callable[[str], None],
+    requests: Sequence[Mapping[str, Any]], objects: Mapping[str, Any], gpu: Device, say: Callable[[str], None]
 ) -> list[Trace]:
     """The steps as torch's own CUDA code runs them on that GPU, which is not there; none where that cannot run here,
     and `say` is told why, and how to get them."""

@@ -55,6 +55,7 @@ USED: Final = {
     "DispatchKey": "torch._C:DispatchKey",
     "OpOverload": "torch._ops:OpOverload",
     "pytree": "torch.utils._pytree",
+    "is_batched": "torch._C:_functorch.is_legacy_batchedtensor",
     "inside_torch_func": "torch._C:_functorch.peek_interpreter_stack",
     # fake tensors
     "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
@@ -83,6 +84,7 @@ USED: Final = {
     "preserved_versions": "torch.autograd:_unsafe_preserve_version_counter",
     "current_autograd_node": "torch._C:_current_autograd_node",
     "will_execute": "torch._C:_will_engine_execute_node",
+    "saved_tensors_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
     # torch's own activation memory budget
     "functorch_config": "torch._functorch.config",
@@ -100,6 +102,7 @@ USED: Final = {
     "process_groups": "torch.distributed.distributed_c10d:_world",
     # modules in which `replaced` puts something else
     "bindings": "torch._C",
+    "RandomVariable": "torch._dynamo.variables:RandomVariable",
     "decompositions": "torch._decomp.decompositions",
     "decomposition_table": "torch._decomp:decomposition_table",
     "meta_registrations": "torch._meta_registrations",

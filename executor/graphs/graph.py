@@ -20,15 +20,19 @@ from executor.graphs.unreached import without
 from executor.rewrite import Rewritten, rewrite
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
-from tracer.capture.captured import At
+from tracer.capture.captured import At, is_view
 from tracer.capture.compiling import compile_joint, kind_of
 from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, Input, Joint, inputs_of, joint_of
 from tracer.capture.passes.batch_norm import without_statistics
+from tracer.precision.policy import ambient
 from tracer.record.program import Program, program_of
 from tracer.step.release import check_alone, hands_over
 from tracer.torch_api import (
     BoxedCodeGen,
     current_autograd_node,
+    enter_autocast,
+    inside_torch_func,
+    is_batched,
     preserved_versions,
 )
 from traces.errors import PlanError
@@ -59,6 +63,7 @@ class Graph:
         released: whether the loop frees each gradient in backward.
         left_out: numbers of the outputs that the plan has no gradients for.
         steps: calls so far.
+        amp: the type of autocast in all of forward.
         not_made: what stands for outputs that the plan does not make, by their numbers.
     """
 
@@ -72,6 +77,7 @@ class Graph:
     rewritten: Rewritten | None = None
     left_out: frozenset[int] = frozenset()
     steps: int = 0
+    amp: str = ""
     not_made: dict[int, NotMade] = field(default_factory=dict)
     _module: fx.GraphModule | None = None
     _forward_outputs: int = 0
@@ -156,6 +162,19 @@ class Graph:
 
         return _marked_boxed(call)
 
+    def _check_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Raise PlanError where backward runs otherwise than it was captured."""
+        if inside_torch_func() is not None or any(is_batched(g) for g in grads if g is not None):
+            raise PlanError(
+                "backward of a planned step cannot run for many gradients at once (is_grads_batched, vectorize, "
+                "vmap): ask for one after the other, or call the model inside `with unplanned(model):`."
+            )
+        if (now := ambient(self.kind)).dtype and now.dtype != self.amp:
+            raise PlanError(
+                f"backward runs inside {now}, and not all of forward did: torch would cast what backward computes. "
+                "Call backward outside of the region."
+            )
+
     def around(self, compiled: Callable[..., Any], owner: nn.Module | None) -> Callable[..., Any]:
         """Return what dynamo's code calls: the compiled graph, and around it what backward has to know.
 
@@ -190,6 +209,7 @@ class Graph:
                 outputs[k] = why
             known.digests = tuple(digest(values[k]) for k, _ in self._arguments)
             node.metadata[CALL] = known
+            node.register_prehook(self._check_backward)
             node.set_materialize_grads(
                 False
             )  # an output that the loss does not use has no gradient, not zeros
@@ -235,6 +255,8 @@ def compile_graph(
     kind = kind_of(examples)
     graph = Graph(inputs_of(module.graph, examples), decide, kind)
     graph.left_out, graph.released = frozenset(left_out), released
+    if all(n.target is not enter_autocast for n in module.graph.nodes):
+        graph.amp = ambient(kind).dtype
     graph.of_many_sizes = any(isinstance(x, torch.SymInt) for x in examples)
     compiled = compile_joint(
         module,
@@ -288,7 +310,8 @@ def _only_norms_write(n: fx.Node) -> bool:
     def by_norm(x: Any) -> bool:
         return x.target is operator.getitem and "batch_norm" in str(x.args[0].target)
 
-    return bool(written) and all(map(by_norm, written))
+    saved = any(u.op == "output" for u in n.users)  # with the version that the write gives it
+    return bool(written) and not saved and all(map(by_norm, written))
 
 
 def _as_aot_has_them(
@@ -312,7 +335,9 @@ def _as_aot_has_them(
             value = made[x.number] if isinstance(x, At) else _size(forward.graph, x, sizes)
             if isinstance(x, At) and x.number in not_made:
                 value = _in_no_memory(forward.graph, joint.captured.outputs[x.number])
-            if isinstance(value, fx.Node) and value in returned:  # one object cannot have and lack a gradient
+            bare = isinstance(x, At) and x.number not in joint.captured.grad_outputs
+            if isinstance(value, fx.Node) and (value in returned or (bare and is_view(value))):
+                # One object cannot have and lack a gradient; a view has its base's, unless it is detached.
                 twin = forward.graph.call_function(aten.detach.default, (value,))
                 twin.meta = dict(value.meta)
                 value = twin

@@ -81,7 +81,7 @@ def _by_plan(program: Program, plan: Plan) -> Fitted:
     more += sum(s.producer < 0 for s in changed.storages) - inputs
     return Fitted(
         program=changed,
-        actions=program_actions(plan, changed, more),
+        actions=tuple(a for a in program_actions(plan, changed, more) if changed.storages[a.storage].nbytes),
         exact=program.fingerprint() == plan.meta.graph_fingerprint,
     )
 

@@ -20,10 +20,7 @@ aten = torch.ops.aten
 SUMS: Final = (aten.add.Tensor, aten.add_.Tensor)
 
 
-def without(
-    backward: fx.GraphModule,
-    missing: frozenset[str],
-) -> fx.GraphModule:
+def without(backward: fx.GraphModule, missing: frozenset[str]) -> fx.GraphModule:
     """A backward module whose gradients named in `missing` are None; gradients that only they reach are None, too.
 
     Args:
@@ -59,11 +56,7 @@ def without(
     return fx.GraphModule(backward, graph, class_name="LowtideBackward")
 
 
-def _joined(
-    graph: fx.Graph,
-    n: fx.Node,
-    copies: dict[fx.Node, fx.Node | None],
-) -> fx.Node:
+def _joined(graph: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node | None]) -> fx.Node:
     """An op that takes gradients of which some are missing."""
     if n.target in SUMS and not n.kwargs and all(isinstance(a, fx.Node) for a in n.args):
         (other,) = (a for a in n.all_input_nodes if copies[a] is not None)

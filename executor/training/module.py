@@ -13,6 +13,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import itertools
 import sys
 import types
 import warnings
@@ -31,7 +32,7 @@ from executor.graphs.mismatch import HINT, describe
 from executor.training.receipt import CaptureNote, Receipt
 from executor.training.wrapped import DATA_PARALLEL, inside
 from tracer.capture.compiling import by_dynamo, calling
-from tracer.capture.refusals import check_capturable, from_dynamo, refusal
+from tracer.capture.refusals import check_capturable, from_dynamo, raised_by_user, refusal
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.record.sketch import names_digest, sketch
@@ -39,7 +40,9 @@ from tracer.step.context import is_fake
 from tracer.torch_api import (
     disable_dynamo,
     inside_torch_func,
+    is_traceable_wrapper_subclass,
     pytree,
+    saved_tensors_hooks,
 )
 from traces.errors import CaptureError, PlanError
 from traces.records.plan import Plan
@@ -50,6 +53,7 @@ AROUND: Final = ("torch._dynamo", "torch._compile", __name__)  # whose frames ar
 MOST_WARNINGS: Final = 8
 MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
+NO_GRADIENT: Final = "neither a parameter nor an argument requires a gradient"
 NOTHING: Final = "torch compiled nothing of this call, and ran the model's own forward"
 
 
@@ -114,16 +118,7 @@ class Planned:
 
     def __getstate__(self) -> tuple[Any, ...]:
         c = self.compiler
-        return (
-            self.module,
-            self.own,
-            self.first,
-            c.plan,
-            c.budget,
-            c.on_mismatch,
-            c.parts,
-            c.around_bytes,
-        )
+        return (self.module, self.own, self.first, c.plan, c.budget, c.on_mismatch, c.parts, c.around_bytes)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         module, own, first, plan, budget, on_mismatch, parts, around = state
@@ -133,6 +128,10 @@ class Planned:
         vars(module)[COMPILED] = self.watched  # which nn.Module leaves out of its own state
 
     # Calls
+
+    @property
+    def __code__(self) -> Any:  # which torch.export asks for
+        return self._written().__code__
 
     @disable_dynamo
     def watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,10 +186,10 @@ class Planned:
         module = self.module
         self.entered += 1
         forward = self._written()
-        if not trains(module) or is_fake():
+        if not trains(module) or is_fake() or torch.jit.is_tracing():
             return forward(*args, **kwargs)
-        if self.off:
-            self._count(UNPLANNED)
+        if self.off or not _differentiates(module, args, kwargs):
+            self._count(UNPLANNED if self.off else NO_GRADIENT)
             return forward(*args, **kwargs)
         if self.first is not None:
             first, self.first = self.first, None
@@ -200,6 +199,8 @@ class Planned:
             return self._by_plan(forward, args, kwargs)
         except (PlanError, CaptureError) as error:
             if self.compiler.on_mismatch == ERROR:
+                if raised_by_user(error):
+                    forward(*args, **kwargs)  # raises it as it is
                 raise
             why = str(error).replace(HINT, ".")
         if why not in self.without:
@@ -253,6 +254,19 @@ class Planned:
                 "the model was called inside torch.func (grad, jvp, vmap) or forward_ad, which see through no planned "
                 "step; run it without the plan there: inside `with unplanned(model):`."
             )
+        hooks = saved_tensors_hooks(True)
+        if hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch."):
+            raise PlanError(
+                "the call is inside torch.autograd.graph.saved_tensors_hooks, and what those change a plan would "
+                "recompute from: leave them out, or run the model without the plan, inside `with unplanned(model):`."
+            )
+        of_classes = (x for x in leaves if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor)
+        for x in of_classes:
+            if x.is_nested or not (isinstance(x, nn.Parameter) or is_traceable_wrapper_subclass(x)):
+                raise PlanError(
+                    f"an argument is a {type(x).__name__}, whose class no graph keeps: give the model "
+                    "x.as_subclass(torch.Tensor), or dense tensors in place of a nested one."
+                )
         kinds = [x.device.type for x in (*leaves, *self.module.parameters()) if isinstance(x, torch.Tensor)]
         now = ambient(kinds[0] if kinds else "cpu")
         self.amp = now.dtype
@@ -300,6 +314,12 @@ def trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
+def _differentiates(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Return whether a call has something to differentiate: a frozen teacher's has not."""
+    given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    return any(x.requires_grad for x in itertools.chain(module.parameters(), module.buffers(), given))
+
+
 def _callers_level() -> int:
     """The `stacklevel` at which `_warn` warns of the line that called the model."""
     level, frame, own = 1, sys._getframe(1), ("torch", "executor", "tracer")
@@ -309,11 +329,7 @@ def _callers_level() -> int:
 
 
 def apply_plan(
-    model: nn.Module,
-    plan: Plan | str | Path,
-    *,
-    on_mismatch: str = ERROR,
-    parts: bool = False,
+    model: nn.Module, plan: Plan | str | Path, *, on_mismatch: str = ERROR, parts: bool = False
 ) -> nn.Module:
     """Let a model train by `plan` from its next call on, and return it.
 
@@ -356,11 +372,7 @@ def bare(model: nn.Module) -> nn.Module:
     return target
 
 
-def install(
-    model: nn.Module,
-    compiler: Compiler,
-    first: Callable[..., Compiler] | None = None,
-) -> nn.Module:
+def install(model: nn.Module, compiler: Compiler, first: Callable[..., Compiler] | None = None) -> nn.Module:
     """`apply_plan` by a compiler; `first`: makes the one that counts at the first training call, from the module, its
     positional and its named arguments."""
     target, plan = bare(model), compiler.plan

@@ -50,11 +50,7 @@ class Wanted:
 
 
 def record(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[..., Any] | None,
-    wanted: Wanted,
-    amp: str | None = None,
+    model: nn.Module, batch: Any, loss: Callable[..., Any] | None, wanted: Wanted, amp: str | None = None
 ) -> tuple[BuildStep, Trace]:
     """Record a step on fake tensors of the model's device; the model, which has no plan, stays as it is but for
     training mode. Model, batch, loss and errors are those of `tracer.trace`. Returns what builds it of copies of them,

@@ -19,13 +19,7 @@ from dataclasses import dataclass, fields
 from itertools import count
 from typing import Final
 
-from simulator.allocator.settings import (
-    LOWEST_ADDRESS,
-    OLDER_SEGMENT,
-    UNLIMITED,
-    AllocatorSettings,
-    round_up,
-)
+from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_SEGMENT, UNLIMITED, AllocatorSettings, round_up
 from traces.errors import LowtideError
 from traces.units import MIB
 

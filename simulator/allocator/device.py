@@ -61,11 +61,7 @@ class DeviceMemory:
 
 
 def device_memory(
-    kind: str | None = None,
-    *,
-    gpu: str | None = None,
-    memory: str | None = None,
-    context: str | None = None,
+    kind: str | None = None, *, gpu: str | None = None, memory: str | None = None, context: str | None = None
 ) -> DeviceMemory | None:
     """Return the memory that the user named; None if that is nothing.
 

@@ -19,15 +19,7 @@ from typing import Any, Final
 
 from simulator.core.formats import FORMATS, HOLDS, narrow
 from simulator.core.problem import Problem
-from simulator.levers.edit import (
-    Editing,
-    Layout,
-    Op,
-    Taken,
-    Value,
-    new_op,
-    users_of,
-)
+from simulator.levers.edit import Editing, Layout, Op, Taken, Value, new_op, users_of
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, RANDOM, VIEW, Trace

@@ -22,18 +22,7 @@ from typing import Any, Final
 
 from simulator.core.facts import DROPOUT_MASK
 from simulator.core.problem import Problem
-from simulator.levers.edit import (
-    Argument,
-    Editing,
-    Factor,
-    InTiles,
-    Ladder,
-    Like,
-    Op,
-    Taken,
-    Value,
-    new_op,
-)
+from simulator.levers.edit import Argument, Editing, Factor, InTiles, Ladder, Like, Op, Taken, Value, new_op
 from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import Rewrite

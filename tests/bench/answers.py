@@ -472,11 +472,7 @@ def _comparing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _ask(
-    root: Path,
-    python: str,
-    quick: bool,
-    only: str,
-    take: Callable[[Row, dict[str, Any]], None],
+    root: Path, python: str, quick: bool, only: str, take: Callable[[Row, dict[str, Any]], None]
 ) -> None:
     """Ask every chosen row and hand on its answer, in order."""
     rows = [row for row in rows_of(ROOT / "traces", quick=quick) if fnmatch.fnmatchcase(row.name, only)]

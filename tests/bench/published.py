@@ -102,10 +102,7 @@ def compared(found: Mapping[str, int], row: Mapping[str, Any]) -> dict[str, Any]
 
 def markdown(of: list[dict[str, Any]]) -> str:
     """A line for each figure of each row."""
-    lines = [
-        "| step, as it was measured | figure | measured | rehearsed |",
-        "|---|---|--:|--:|",
-    ]
+    lines = ["| step, as it was measured | figure | measured | rehearsed |", "|---|---|--:|--:|"]
     for r in of:
         for k, (f, n) in enumerate(r["measured"].items()):
             cells = ["" if k else f"{r['name']}: {r['config']}; {r['gpu']}", f, f"{n:,}"]
@@ -144,13 +141,7 @@ def release(*, needed: bool) -> str:
 @click.option("--table", type=click.Path(path_type=Path), help="Write the rows as a Markdown table.")
 @click.option("--again", is_flag=True, help="Make rows again that are there.")
 @click.option("--json", "as_json", is_flag=True)
-def main(
-    names: tuple[str, ...],
-    output: Path | None,
-    table: Path | None,
-    again: bool,
-    as_json: bool,
-) -> None:
+def main(names: tuple[str, ...], output: Path | None, table: Path | None, again: bool, as_json: bool) -> None:
     """Set side by side what was measured and rehearsed, for all rows or for NAMES."""
     there: dict[str, dict[str, Any]] = {}
     if output and output.exists():
@@ -191,10 +182,7 @@ def page_of(of: list[dict[str, Any]]) -> str:
 
 def readme(of: list[dict[str, Any]]) -> str:
     """The README's table: by source, how far the worst row is off, and how many figures are met to the byte."""
-    lines = [
-        "| measured by others | figures | rehearsed: 0 bytes off, worst |",
-        "|---|--:|--:|",
-    ]
+    lines = ["| measured by others | figures | rehearsed: 0 bytes off, worst |", "|---|--:|--:|"]
     sources: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {}
     for r in of:
         for f in r["measured"]:

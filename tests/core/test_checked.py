@@ -39,10 +39,7 @@ class Sample:
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {},
-        {"number": 1 << 80, "share": 1.0, "maybe": 3, "many": (1, 2), "pair": (1, "a"), "named": {"a": 1}},
-    ],
+    [{}, {"number": 1 << 80, "share": 1.0, "maybe": 3, "many": (1, 2), "pair": (1, "a"), "named": {"a": 1}}],
 )
 def test_a_record_comes_back_as_it_was(values: dict[str, Any]) -> None:
     record = Sample(**values)

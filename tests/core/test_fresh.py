@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from traces.errors import (
-    BudgetError,
-    EnvironmentProblem,
-    LowtideError,
-    OutOfMemoryProblem,
-    is_out_of_memory,
-)
+from traces.errors import BudgetError, EnvironmentProblem, LowtideError, OutOfMemoryProblem, is_out_of_memory
 from traces.isolated import error_json, run_fresh
 
 Run = Callable[..., dict[str, object]]

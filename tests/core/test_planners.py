@@ -105,9 +105,7 @@ def test_the_registry_knows_what_it_names() -> None:
             find(name)
 
 
-def test_a_planner_that_stands_elsewhere_and_fails_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_planner_that_stands_elsewhere_and_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise KeyError("mine")
 

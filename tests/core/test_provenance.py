@@ -33,9 +33,7 @@ def measurement(**more: Any) -> Measurement:
     )  # fmt: skip
 
 
-def test_a_rehearsal_is_known_by_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rehearsal_is_known_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NAME, raising=False)
     assert provenance_of("cpu") == MEASURED_CPU
     assert provenance_of("cuda:0") == MEASURED_CUDA

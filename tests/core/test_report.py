@@ -23,13 +23,7 @@ from simulator.core.schedule import build
 from simulator.prediction.ask import Answer, Question
 from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
-from simulator.report.page import (
-    Chart,
-    Page,
-    Section,
-    Text,
-    render,
-)
+from simulator.report.page import Chart, Page, Section, Text, render
 from simulator.report.step import activations, at_peak, recomputations
 from simulator.show.tables import Cell, Table
 from simulator.studies.sweep import Sweep, SweepRow

@@ -52,10 +52,7 @@ def test_an_iteration_that_asks_for_new_memory_may_have_the_largest_blocks() -> 
 def test_measured_temporaries_count_and_outputs_stay() -> None:
     # The op allocates a 30 MiB scratch, its 2 MiB output, frees the scratch. w: 2 MiB in a 20 MiB segment.
     # Peak allocated: 2 (w) + 30 + 2. Reserved: 20 (w and the output) + 30 (scratch, cached afterwards).
-    ops = [
-        fwd({"x": 2 * MIB}, "w", events=(30 * MIB, 2 * MIB, -30 * MIB)),
-        bwd({"g": 2 * MIB}, "x"),
-    ]
+    ops = [fwd({"x": 2 * MIB}, "w", events=(30 * MIB, 2 * MIB, -30 * MIB)), bwd({"g": 2 * MIB}, "x")]
     t = trace(ops, {"w": 2 * MIB})
     figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_block_bytes == 34 * MIB

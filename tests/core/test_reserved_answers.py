@@ -324,13 +324,7 @@ def test_every_planner_and_budget_has_its_reserved_memory(network: Path) -> None
 
 def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
     """`g` takes over `y`'s 50 bytes; without that, g's op holds x 100, y 50 and g 50."""
-    step = trace(
-        [
-            fwd({"y": 50}, "x"),
-            bwd({"g": 50}, "y", overwrites="y"),
-        ],
-        {"x": 100},
-    )
+    step = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y", overwrites="y")], {"x": 100})
     c = saved(step)
     assert c.saved.timeline.peak_allocated_bytes == 150
     assert untouched_peak_bytes(c) == 200

@@ -197,10 +197,7 @@ def test_they_allocate_what_the_simulator_counts(format: str, n: int) -> None:
         allocations(lambda: pack(x, format)),
         allocations(lambda: unpack(there, format, x.shape, x.stride(), x.dtype)),
     )
-    assert made == (
-        [*rule.pack_events(n, x.itemsize)],
-        [*rule.unpack_events(n, x.itemsize)],
-    )
+    assert made == ([*rule.pack_events(n, x.itemsize)], [*rule.unpack_events(n, x.itemsize)])
 
 
 def test_intervals_of_few_bits_are_the_papers() -> None:

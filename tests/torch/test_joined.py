@@ -196,8 +196,5 @@ def test_fit_trains_a_user_s_module_of_both_with_the_loss_in_tiles() -> None:
 def test_a_plan_of_both_is_none_of_the_model_s() -> None:
     model, given, loss, _ = wide()
     made = in_tiles(joined(model, given, loss), 4)
-    with pytest.raises(
-        PlanError,
-        match="for a model and its loss function in one module: in hand: Logits",
-    ):
+    with pytest.raises(PlanError, match="for a model and its loss function in one module: in hand: Logits"):
         apply_plan(model, made)

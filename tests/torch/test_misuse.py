@@ -7,16 +7,19 @@ bit, or else the planned run must have raised an error with the row's words. Eve
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 import pickle
 import random
 import sys
 import threading
+import time
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,6 +37,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from executor import apply_plan, unplanned  # noqa: E402
 from executor.graphs.unchanged import digest as _digest  # noqa: E402
@@ -107,11 +111,6 @@ def row(
     return add
 
 
-def named(name: str, script: Script) -> Script:
-    script.__name__ = name
-    return script
-
-
 def batch(seed: int = 0) -> torch.Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
 
@@ -143,27 +142,52 @@ def changed(change: Callable[[Any], None]) -> Script:
     return script
 
 
-def change(
-    ends: str = EQUAL, net: Callable[[], nn.Module] = Net, *, first: bool = False
-) -> Callable[[Any], Any]:
-    """A row from a function that changes the model between two steps; `first`: another, before the first one."""
+def rows(
+    ends: str = EQUAL, net: Callable[[], nn.Module] = Net, *, slow: bool = False, **scripts: Script
+) -> None:
+    """Add rows of one line each, by their names."""
+    for name, script in scripts.items():
+        assert name not in ROWS, name
+        ROWS[name] = net, script, ends, total
+        SLOW.update([name] if slow else [])
 
-    def add(function: Callable[[Any], None]) -> None:
-        between = changed(function)
-        between.__name__ = function.__name__
-        row(ends, net)(between)
-        if not first:
-            return
 
-        def before(m: nn.Module) -> Any:
-            function(m)
-            return step(m), step(m, batch(2))
+def changes(
+    ends: str = EQUAL, net: Callable[[], nn.Module] = Net, *, first: bool = False, **functions: Script
+) -> None:
+    """Rows of functions that change the model between two steps; `first`: another each, before the first one."""
+    for name, function in functions.items():
+        rows(ends, net, **{name: changed(function)})
+        if first:
+            before = partial(changed_before, function)
+            rows(ends, net, slow=True, **{f"{name}_before_the_first_step": before})
 
-        before.__name__ = f"{function.__name__}_before_the_first_step"
-        row(ends, net)(before)
-        SLOW.add(before.__name__)
 
-    return add
+def changed_before(change: Script, m: nn.Module) -> Any:
+    change(m)
+    return step(m), step(m, batch(2))
+
+
+def made_of(forward: Callable[..., Any], **parts: Callable[[], Any]) -> type[nn.Module]:
+    """A class of a forward and its parts; `a` is a linear layer."""
+
+    def make(self: Any) -> None:
+        nn.Module.__init__(self)
+        for name, part in ({"a": partial(nn.Linear, 8, 8)} | parts).items():
+            made = part()
+            buffer = isinstance(made, torch.Tensor) and not isinstance(made, nn.Parameter)
+            self.register_buffer(name, made) if buffer else setattr(self, name, made)
+
+    return type("Own", (nn.Module,), {"__init__": make, "forward": forward})
+
+
+trained = changed(lambda m: None)  # by AdamW
+
+
+def models(ends: str = EQUAL, script: Script = trained, *, slow: bool = False, **forwards: Any) -> None:
+    """Rows of models with a `Kit` of parts, by their names: their forwards."""
+    for name, forward in forwards.items():
+        rows(ends, type("Own", (Kit,), {"forward": forward}), slow=slow, **{name: script})
 
 
 @cache
@@ -261,73 +285,46 @@ class SetBack:
 # Changes of the model between two steps, and before the first
 
 
-change(first=True)(named("dropout_p", lambda m: setattr(m.block.drop, "p", 0.5)))
-change()(named("batch_norm_momentum", lambda m: setattr(m.block.norm, "momentum", 0.5)))
-change()(named("batch_norm_eps", lambda m: setattr(m.block.norm, "eps", 0.5)))
-change()(named("a_scalar_of_a_block", lambda m: setattr(m.block, "beta", 0.25)))
-change(first=True)(named("a_scalar_of_the_root", lambda m: setattr(m, "scale", 0.5)))
-change("another graph")(named("an_activation_replaced", lambda m: setattr(m.block, "act", nn.Tanh())))
-change()(named("an_activation_replaced_by_its_like", lambda m: setattr(m.block, "act", nn.GELU())))
-change()(named("gelu_of_another_formula", lambda m: setattr(m.block.act, "approximate", "tanh")))
-change()(named("a_linear_replaced_by_its_like", lambda m: setattr(m.block, "linear", nn.Linear(8, 8))))
-
-
-@change("another graph")
-def a_linear_without_bias(m: Any) -> None:
-    m.block.linear = nn.Linear(8, 8, bias=False)
-
-
-@change("another graph")
-def a_block_s_forward_replaced_on_the_instance(m: Any) -> None:
-    block = m.block
-    block.forward = lambda x: block.linear(x).tanh()
-
-
-change()(named("a_config_s_scalar", lambda m: setattr(m.config.nested, "gain", 2.0)))
-change("another graph")(named("a_config_s_flag", lambda m: setattr(m.config, "use_cache", True)))
-
-
-@change(first=True)
-def a_config_replaced(m: Any) -> None:
-    m.config = SimpleNamespace(use_cache=False, layers=[5], nested=SimpleNamespace(gain=0.5))
-
-
-change()(named("an_element_of_a_list", lambda m: m.config.layers.__setitem__(0, 7)))
-change()(named("an_entry_of_a_dict", lambda m: m.table.__setitem__("shift", 0.125)))
-change("another graph", first=True)(named("one_block_in_evaluation_mode", lambda m: m.block.eval()))
-change("another graph")(named("parameters_frozen", lambda m: m.block.requires_grad_(False)))
-
-
-@change()
-def a_parameter_replaced(m: Any) -> None:
-    m.head.weight = nn.Parameter(m.head.weight.detach() * 2)
-
-
-change()(named("weights_tied", lambda m: setattr(m.head, "weight", m.block.linear.weight)))
-
-
-@change("another graph")
-def a_transforming_hook_added(m: Any) -> None:
-    m.head.register_forward_hook(lambda module, args, out: out * 0.5 + 0 * out)
-
-
-@change(first=True)
-def a_hook_on_the_root(m: Any) -> None:
-    m.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    m.register_forward_hook(lambda module, args, out: out * 3)
-
-
-change()(named("nothing_that_forward_reads", lambda m: setattr(m, "epoch", getattr(m, "epoch", 0) + 1)))
-
-
-@change()
-def a_linear_deleted_and_put_back(m: Any) -> None:
-    linear = m.block.linear
-    del m.block.linear
-    m.block.linear = linear
-
-
-change("another graph")(named("a_weight_pruned", lambda m: prune.l1_unstructured(m.head, "weight", 0.5)))
+changes(
+    first=True,
+    dropout_p=lambda m: setattr(m.block.drop, "p", 0.5),
+    a_scalar_of_the_root=lambda m: setattr(m, "scale", 0.5),
+    a_config_replaced=lambda m: setattr(
+        m, "config", SimpleNamespace(use_cache=False, layers=[5], nested=SimpleNamespace(gain=0.5))
+    ),
+    a_hook_on_the_root=lambda m: (
+        m.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        m.register_forward_hook(lambda module, args, out: out * 3),
+    ),
+)
+changes(
+    batch_norm_momentum=lambda m: setattr(m.block.norm, "momentum", 0.5),
+    batch_norm_eps=lambda m: setattr(m.block.norm, "eps", 0.5),
+    a_scalar_of_a_block=lambda m: setattr(m.block, "beta", 0.25),
+    an_activation_replaced_by_its_like=lambda m: setattr(m.block, "act", nn.GELU()),
+    gelu_of_another_formula=lambda m: setattr(m.block.act, "approximate", "tanh"),
+    a_linear_replaced_by_its_like=lambda m: setattr(m.block, "linear", nn.Linear(8, 8)),
+    a_config_s_scalar=lambda m: setattr(m.config.nested, "gain", 2.0),
+    an_element_of_a_list=lambda m: m.config.layers.__setitem__(0, 7),
+    an_entry_of_a_dict=lambda m: m.table.update(shift=0.125),
+    a_parameter_replaced=lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach() * 2)),
+    weights_tied=lambda m: setattr(m.head, "weight", m.block.linear.weight),
+    nothing_that_forward_reads=lambda m: setattr(m, "epoch", getattr(m, "epoch", 0) + 1),
+    a_linear_deleted_and_put_back=lambda m: setattr(m.block, "linear", m.block._modules.pop("linear")),
+)
+changes(
+    "another graph",
+    an_activation_replaced=lambda m: setattr(m.block, "act", nn.Tanh()),
+    a_linear_without_bias=lambda m: setattr(m.block, "linear", nn.Linear(8, 8, bias=False)),
+    a_block_s_forward_replaced_on_the_instance=lambda m: setattr(
+        m.block, "forward", lambda x, linear=m.block.linear: linear(x).tanh()
+    ),
+    a_config_s_flag=lambda m: setattr(m.config, "use_cache", True),
+    parameters_frozen=lambda m: m.block.requires_grad_(False),
+    a_transforming_hook_added=lambda m: m.head.register_forward_hook(lambda _, args, out: out * 0.5),
+    a_weight_pruned=lambda m: prune.l1_unstructured(m.head, "weight", 0.5),
+)
+changes("another graph", first=True, one_block_in_evaluation_mode=lambda m: m.block.eval())
 
 
 SCALE = 1.0
@@ -441,10 +438,7 @@ helped("a_number_of_a_module", lambda m, x: setattr(numbers, "factor", x))
 helped("the_environment", lambda m, x: os.environ.update(A_TEST_S_GAIN=str(x)))
 helped("a_partial_function", lambda m, x: setattr(m, "by_hand", partial(by_default, gain=x)))
 helped("a_global_behind_a_property", lambda m, x: globals().update(SCALE=x))
-helped(
-    "a_helper_replaced",
-    lambda m, x: globals().update(by_default=lambda y, gain=1.0: y * (gain * x)),
-)
+helped("a_helper_replaced", lambda m, x: globals().update(by_default=lambda y, gain=1.0: y * (gain * x)))
 
 
 def closure() -> tuple[type[nn.Module], Callable[[float], None]]:
@@ -478,16 +472,12 @@ def a_closure_s_variable_changed(m: Any) -> Any:
         set_gain(1.0)
 
 
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(x[:, None]).relu().mean(2)
+def pooled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.conv(x[:, None]).relu().mean(2)
 
 
-change(net=Convolution)(named("a_convolution_s_stride", lambda m: setattr(m.conv, "stride", (2,))))
+Convolution = made_of(pooled, conv=partial(nn.Conv1d, 1, 2, 3, padding=1))
+changes(net=Convolution, a_convolution_s_stride=lambda m: setattr(m.conv, "stride", (2,)))
 
 
 class Tensors(nn.Module):
@@ -503,7 +493,7 @@ class Tensors(nn.Module):
         return (self.linear(x) * self.plain).sigmoid() * self.several[0]
 
 
-row("register_buffer", net=Tensors)(named("tensors_that_are_no_buffers", lambda m: step(m)))
+rows(net=Tensors, tensors_that_are_no_buffers=lambda m: step(m))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -522,12 +512,13 @@ class Arguments(nn.Module):
         return self.linear(x).sigmoid() * gain
 
 
-@row(net=Arguments)
-def a_number_among_the_arguments(m: Any) -> Any:
-    return [step(m, gain=gain) for gain in (1.0, 2.0, 2.5, 1.0)]
+rows(
+    net=Arguments,
+    a_number_among_the_arguments=lambda m: [step(m, gain=gain) for gain in (1.0, 2.0, 2.5, 1.0)],
+)
 
 
-row(net=Arguments)(named("a_flag_for_a_number", lambda m: [step(m, gain=gain) for gain in (1.0, 1, True)]))
+rows(net=Arguments, a_flag_for_a_number=lambda m: [step(m, gain=gain) for gain in (1.0, 1, True)])
 
 
 ONES = np.ones(2_000)
@@ -563,9 +554,13 @@ def an_object_s_number(m: Any) -> Any:
     return [*losses, step(m, values=box), step(m, values=SimpleNamespace(values=1.0))]
 
 
-@row("another graph", net=WithObject)
-def an_object_that_holds_a_tensor(m: Any) -> Any:
-    return [step(m, values=SimpleNamespace(values=torch.tensor(float(k)))) for k in (1, 2)]
+rows(
+    "another graph",
+    net=WithObject,
+    an_object_that_holds_a_tensor=lambda m: [
+        step(m, values=SimpleNamespace(values=torch.tensor(float(k)))) for k in (1, 2)
+    ],
+)
 
 
 class Writing(nn.Module):
@@ -579,18 +574,6 @@ class Writing(nn.Module):
         other = x if other is None else other
         x.mul_(2)
         return self.linear(x).sigmoid() * other.detach()
-
-
-@row(net=Writing)
-def an_argument_that_forward_overwrites(m: Any) -> Any:
-    x = batch()
-    return step(m, x), x
-
-
-@row("another graph", net=Writing)
-def two_arguments_of_which_one_is_overwritten(m: Any) -> Any:
-    x, other = batch(), batch(1)
-    return step(m, x, other=other), step(m, other, other=other)
 
 
 @row(net=Arguments)
@@ -614,31 +597,10 @@ class Making(nn.Module):
         return (self.linear(x).sigmoid() * torch.linspace(0, 1, 8)).square()
 
 
-@row("another graph", net=Making)
-def the_default_dtype(m: Any) -> Any:
-    first = step(m)
-    torch.set_default_dtype(torch.float64)
-    return first, step(m, batch().float())
-
-
-@row()
-def deterministic_algorithms(m: Any) -> Any:
-    first = step(m)
-    torch.use_deterministic_algorithms(True)
-    return first, step(m)
-
-
 class Deterministic(Making):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flag = torch.are_deterministic_algorithms_enabled()
         return super().forward(x) * (3.0 if flag else 1.0)
-
-
-@row(net=Deterministic)
-def deterministic_algorithms_that_forward_asks_for(m: Any) -> Any:
-    first = step(m)
-    torch.use_deterministic_algorithms(True)
-    return first, step(m)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -658,38 +620,6 @@ class Shallow(nn.Module):
         return (self.linear(torch.sigmoid(x / 2 + self.shift + self.offset)).sigmoid()).square()
 
 
-@row(CHANGED, net=Shallow)
-def the_input_refilled_before_backward(m: Any) -> Any:
-    x = batch()
-    loss = total(m(x))
-    x.copy_(batch(5))
-    loss.backward()
-
-
-@row("an argument was changed in place", net=Shallow)
-def the_input_s_memory_refilled_by_numpy(m: Any) -> Any:
-    array = batch().numpy()
-    loss = total(m(torch.from_numpy(array)))
-    array[:] = 2
-    loss.backward()
-
-
-@row("an argument was changed in place", net=Shallow)
-def the_input_s_rows_shuffled_by_numpy(m: Any) -> Any:
-    array = batch().numpy()
-    loss = total(m(torch.from_numpy(array)))
-    np.random.default_rng(0).shuffle(array)
-    loss.backward()
-
-
-@row("an argument was changed in place", net=Shallow)
-def the_input_refilled_through_data(m: Any) -> Any:
-    x = batch()
-    loss = total(m(x))
-    x.data.fill_(2)
-    loss.backward()
-
-
 @row("inference_mode", net=Shallow)
 def an_input_made_in_inference_mode(m: Any) -> Any:
     with torch.inference_mode():
@@ -704,29 +634,6 @@ def the_input_refilled_after_backward(m: Any) -> Any:
         x.copy_(batch(k))
         losses.append(step(m, x))
     return losses
-
-
-@row(CHANGED, net=Shallow)
-def a_bias_changed_before_backward(m: Any) -> Any:
-    loss = total(m(batch()))
-    with torch.no_grad():
-        m.shift.add_(1)
-    loss.backward()
-
-
-@row(CHANGED, net=Shallow)
-def a_buffer_changed_before_backward(m: Any) -> Any:
-    loss = total(m(batch()))
-    m.offset.add_(1)
-    loss.backward()
-
-
-@row()
-def a_weight_changed_before_backward(m: Any) -> Any:
-    loss = total(m(batch()))
-    with torch.no_grad():
-        m.head.weight.add_(1)
-    loss.backward()
 
 
 @row()
@@ -825,14 +732,6 @@ def a_module_replaced_before_backward(m: Any) -> Any:
 
 
 @row()
-def dropout_changed_before_backward(m: Any) -> Any:
-    loss = total(m(batch()))
-    m.block.drop.p = 0.75
-    loss.backward()
-    return step(m)
-
-
-@row()
 def evaluation_between_forward_and_backward(m: Any) -> Any:
     loss = total(m(batch()))
     m.eval()
@@ -843,39 +742,13 @@ def evaluation_between_forward_and_backward(m: Any) -> Any:
     return out
 
 
-class AsksWhetherItTrains(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(self.linear(x), 0.5, training=self.training)
-
-
-@row(net=AsksWhetherItTrains)
-def training_and_evaluation_by_turns(m: Any) -> Any:
-    return [(step(m.train(), batch(k)), m.eval()(batch(k))) for k in range(3)]
-
-
-@row()
-def backward_twice(m: Any) -> Any:
-    loss = total(m(batch()))
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-@row()
-def backward_a_third_time_without_its_graph(m: Any) -> Any:
-    loss = total(m(batch()))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    loss.backward()
-
-
-@row("double backward")
-def a_gradient_of_the_gradient(m: Any) -> Any:
-    (out,) = torch.autograd.grad(m(batch()).sum(), [m.head.weight], create_graph=True)
-    (out.square().sum() + m(batch()).sum()).backward()
+AsksWhetherItTrains = made_of(lambda s, x: functional.dropout(s.a(x), 0.5, training=s.training))
+rows(
+    net=AsksWhetherItTrains,
+    training_and_evaluation_by_turns=lambda m: [
+        (step(m.train(), batch(k)), m.eval()(batch(k))) for k in range(3)
+    ],
+)
 
 
 @row(net=Sigmoid)
@@ -929,20 +802,14 @@ def complex_numbers(m: Any) -> Any:
     return losses
 
 
-@row()
-def gradients_of_some_parameters(m: Any) -> Any:
-    return torch.autograd.grad(total(m(batch())), [m.head.weight, m.block.linear.bias])
+rows(
+    gradients_of_some_parameters=lambda m: torch.autograd.grad(
+        total(m(batch())), [m.head.weight, m.block.linear.bias]
+    )
+)
 
 
-row()(named("backward_into_some_parameters", lambda m: total(m(batch())).backward(inputs=[m.head.weight])))
-
-
-@row()
-def the_gradient_of_the_output(m: Any) -> Any:
-    out = m(batch())
-    out.retain_grad()
-    total(out).backward()
-    return out.grad
+rows(backward_into_some_parameters=lambda m: total(m(batch())).backward(inputs=[m.head.weight]))
 
 
 @row()
@@ -997,20 +864,6 @@ def one_output_alone(m: Any) -> Any:
     return optimizer.state_dict()
 
 
-@row(net=Heads)
-def one_output_then_both(m: Any) -> Any:
-    m(batch())["a"].sum().backward()
-    out = m(batch())
-    (out["a"].sum() + out["b"].square().sum() * 0.5).backward()
-
-
-@row(net=Heads)
-def one_output_after_the_other(m: Any) -> Any:
-    out = m(batch())
-    out["a"].sum().backward(retain_graph=True)
-    out["b"].sum().backward()
-
-
 class Halves(nn.Module):
     """Its outputs are parts of one value, whose gradient is put together from both."""
 
@@ -1023,7 +876,7 @@ class Halves(nn.Module):
         return a.sigmoid(), b.sigmoid()
 
 
-row(net=Halves)(named("one_half_alone", lambda m: m(batch())[1].sum().backward()))
+rows(net=Halves, one_half_alone=lambda m: m(batch())[1].sum().backward())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1063,13 +916,13 @@ def stateful(ends: str, net: Callable[[], nn.Module] = Stateful) -> Callable[[An
     return add
 
 
-@stateful("another graph")
+@stateful(EQUAL)
 def a_buffer_reassigned(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.ema = 0.9 * self.ema + 0.1 * y.detach().mean(0)
     return y - self.ema
 
 
-@stateful("self.ema")
+@stateful(EQUAL)
 def a_buffer_reassigned_with_its_graph(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.ema = 0.9 * self.ema.detach() + 0.1 * y.mean(0)
     return y - self.ema
@@ -1126,21 +979,6 @@ def a_buffer_made_in_forward(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y * self.late
 
 
-@stateful("random")
-def layer_drop_by_python(self: Any, y: torch.Tensor) -> torch.Tensor:
-    return y if random.random() < 0.5 else y * 2
-
-
-@stateful("looks at the data")
-def layer_drop_by_numpy(self: Any, y: torch.Tensor) -> torch.Tensor:
-    return y if np.random.rand() < 0.5 else y * 2
-
-
-@stateful(EQUAL)
-def noise_by_torch(self: Any, y: torch.Tensor) -> torch.Tensor:
-    return y + torch.rand(8) * torch.randn_like(y)
-
-
 @stateful("torch.manual_seed")
 def a_seed_set_in_forward(self: Any, y: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(7)
@@ -1157,22 +995,6 @@ class WithGenerator(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) + torch.rand(8, generator=GENERATOR)
-
-
-@row("cannot be captured by torch.compile", net=WithGenerator)
-def a_generator_of_one_s_own(m: Any) -> Any:
-    GENERATOR.manual_seed(3)
-    return steps(m), GENERATOR.get_state()
-
-
-@stateful(EQUAL)
-def a_checkpoint_with_dropout_inside(self: Any, y: torch.Tensor) -> torch.Tensor:
-    return checkpoint(lambda z: functional.dropout(self.linear(z), 0.5).sigmoid(), y, use_reentrant=False)
-
-
-@stateful(EQUAL)
-def a_checkpoint_inside(self: Any, y: torch.Tensor) -> torch.Tensor:
-    return checkpoint(lambda z: self.linear(z).sigmoid(), y, use_reentrant=False)
 
 
 @stateful(EQUAL)
@@ -1201,7 +1023,7 @@ class Clipping(nn.Module):
         return self.linear(x).sigmoid()
 
 
-row("overwrites the parameter", net=Clipping)(named("a_parameter_clipped_in_forward", lambda m: steps(m)))
+rows("overwrites the parameter", net=Clipping, a_parameter_clipped_in_forward=lambda m: steps(m))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1225,13 +1047,6 @@ def a_hook_that_stores_features_added_later(m: Any) -> Any:
     first = step(m)
     m.block.register_forward_hook(lambda module, args, out: features.append(out))
     return first, step(m), features
-
-
-@row()
-def a_pre_hook_that_counts(m: Any) -> Any:
-    counts = []
-    m.block.register_forward_pre_hook(lambda module, args: counts.append(1))
-    return steps(m), counts
 
 
 @row("another graph")
@@ -1267,7 +1082,7 @@ class Hooked(WithGlobals):
         self.linear.register_forward_hook(lambda module, args, out: out * 0.5)
 
 
-row(net=Hooked)(named("a_hook_that_transforms", lambda m: steps(m)))
+rows(net=Hooked, a_hook_that_transforms=lambda m: steps(m))
 
 
 class Normed(nn.Module):
@@ -1284,26 +1099,13 @@ class Normed(nn.Module):
         return self.second(self.first(x).sigmoid())
 
 
-row(net=Normed)(named("weights_made_by_torch_s_hooks", lambda m: steps(m)))
+rows(net=Normed, weights_made_by_torch_s_hooks=lambda m: steps(m))
 
 
-class Parametrized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).sigmoid()
-
-
-row(net=Parametrized)(named("weights_made_by_a_parametrization", lambda m: changed(lambda m: None)(m)))
-
-
-@row("another graph", net=Hooked)
-def a_hook_removed(m: Any) -> Any:
-    first = step(m)
-    m.linear._forward_hooks.clear()
-    return first, step(m)
+Parametrized = made_of(
+    lambda s, x: s.a(x).sigmoid(), a=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+)
+rows(net=Parametrized, weights_made_by_a_parametrization=trained)
 
 
 @row()
@@ -1379,18 +1181,6 @@ class AsksForItsGradient(Net):
         return super().forward(x.requires_grad_())
 
 
-@row("requires_grad", net=AsksForItsGradient)
-def an_argument_is_asked_for_its_gradient(m: Any) -> Any:
-    x = batch()
-    step(m, x)
-    return x.grad
-
-
-@row("another graph")  # that of an input that requires a gradient
-def used_twice_in_one_loss(m: Any) -> Any:
-    total(m(m(batch()))).backward()
-
-
 @row()
 def other_weights_by_functional_call(m: Any) -> Any:
     weights = {k: v.detach().clone().requires_grad_() * 1.5 for k, v in m.named_parameters()}
@@ -1414,12 +1204,6 @@ def a_directional_derivative(m: Any) -> Any:
         warnings.simplefilter("ignore")  # torch's own way there is deprecated in torch
         x = forward_ad.make_dual(batch(), torch.ones(6, 8))
         return forward_ad.unpack_dual(m(x)).tangent
-
-
-@row()
-def a_buffer_added_that_nothing_reads(m: Any) -> Any:
-    m.register_buffer("unread", torch.ones(3))
-    return step(m)
 
 
 @row()
@@ -1500,9 +1284,7 @@ def arguments_that_lie_otherwise(m: Any) -> Any:
     return [step(m, y) for y in (x[::2, ::2], x[:1, :8].expand(6, 8), x[:6, 8:])]
 
 
-@row(net=Shallow)
-def inside_a_checkpoint(m: Any) -> Any:
-    total(checkpoint(m, batch(), use_reentrant=False)).backward()
+rows(net=Shallow, inside_a_checkpoint=lambda m: total(checkpoint(m, batch(), use_reentrant=False)).backward())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1555,24 +1337,18 @@ def a_weight_written_through_data(self: Any, y: torch.Tensor) -> torch.Tensor:
     return self.linear(y)
 
 
-@stateful("another graph")
+@stateful(EQUAL)
 def a_buffer_whose_data_is_replaced(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.ema.data = 0.9 * self.ema + y.detach().mean(0)
     return y - self.ema
 
 
-class Transposed(nn.Module):
-    """torch's shape function has the gradient of the loss lie otherwise than its kernel does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.mse_loss(self.linear(x).view(6, 2, 4).transpose(1, 2), torch.ones(6, 4, 2))
-
-
-row(net=Transposed)(named("a_loss_of_a_transposed_value", lambda m: steps(m)))
+Transposed = (
+    made_of(  # torch's shape function has the gradient of the loss lie otherwise than its kernel does
+        lambda s, x: functional.mse_loss(s.a(x).view(6, 2, 4).transpose(1, 2), torch.ones(6, 4, 2))
+    )
+)
+rows(net=Transposed, a_loss_of_a_transposed_value=lambda m: steps(m))
 
 
 class ByLambda(nn.Module):
@@ -1586,13 +1362,6 @@ class ByLambda(nn.Module):
         return self.scaled(x)
 
 
-@row("cannot be captured", net=ByLambda)
-def a_lambda_around_self(m: Any) -> Any:
-    first = step(m)
-    m.scale = 0.5
-    return first, step(m)
-
-
 class ByProxy(ByLambda):
     def __init__(self) -> None:
         super().__init__()
@@ -1600,7 +1369,7 @@ class ByProxy(ByLambda):
         self.scaled = lambda x: me.linear(x).sigmoid() * me.scale
 
 
-row("cannot be captured", net=ByProxy)(named("a_weak_proxy_of_self", lambda m: steps(m)))
+rows("cannot be captured", net=ByProxy, a_weak_proxy_of_self=lambda m: steps(m))
 
 
 class NamesItsOwn(nn.Module):
@@ -1617,9 +1386,11 @@ class NamesItsOwn(nn.Module):
         return self.head.named_parameters(*args, **kwargs)
 
 
-@row("cannot be captured", net=NamesItsOwn)
-def named_parameters_of_its_own(m: Any) -> Any:
-    return steps(m), m.trunk.weight.grad
+rows(
+    "cannot be captured",
+    net=NamesItsOwn,
+    named_parameters_of_its_own=lambda m: (steps(m), m.trunk.weight.grad),
+)
 
 
 class GeluAndDice(WithGenerator):
@@ -1627,30 +1398,16 @@ class GeluAndDice(WithGenerator):
         return functional.gelu(super().forward(x))
 
 
-@row("cannot be captured", net=GeluAndDice)
-def a_generator_beside_gelu(m: Any) -> Any:
-    GENERATOR.manual_seed(3)
-    return steps(m), GENERATOR.get_state()
-
-
 class CalledOtherwise(Sigmoid):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return 3 * super().__call__(x)
 
 
-row("another graph", net=CalledOtherwise)(named("a_call_of_the_class_s_own", lambda m: steps(m)))
+rows("another graph", net=CalledOtherwise, a_call_of_the_class_s_own=lambda m: steps(m))
 
 
-class HoldsOne(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = CalledOtherwise()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).sigmoid()
-
-
-row("another graph", net=HoldsOne)(named("a_call_of_a_part_s_own", lambda m: steps(m)))
+HoldsOne = made_of(lambda s, x: s.inner(x).sigmoid(), inner=CalledOtherwise)
+rows("another graph", net=HoldsOne, a_call_of_a_part_s_own=lambda m: steps(m))
 
 
 class Distilled(nn.Module):
@@ -1700,9 +1457,11 @@ class WithMain(nn.Module):
         return AddsMain.apply(self.first(x).sigmoid(), self.weight)
 
 
-@row("cannot be captured", net=WithMain)
-def a_backward_that_adds_up_gradients(m: Any) -> Any:
-    return steps(m), m.weight.main_grad
+rows(
+    "cannot be captured",
+    net=WithMain,
+    a_backward_that_adds_up_gradients=lambda m: (steps(m), m.weight.main_grad),
+)
 
 
 class Counts(torch.autograd.Function):
@@ -1723,12 +1482,6 @@ class Counting(Sigmoid):
         return Counts.apply(super().forward(x))
 
 
-@row("cannot be captured", net=Counting)
-def a_backward_that_counts(m: Any) -> Any:
-    Counts.seen.clear()
-    return steps(m), list(Counts.seen)
-
-
 class Drawing(nn.Module):
     """An op of its own that draws and does not say so, before one that saves what it made."""
 
@@ -1740,7 +1493,7 @@ class Drawing(nn.Module):
         return (self.linear(x) * torch.ops.lowtide_tests.drawn(x)).sigmoid() * 2
 
 
-row(net=Drawing)(named("an_op_that_draws_and_does_not_say_so", lambda m: steps(m)))
+rows(net=Drawing, an_op_that_draws_and_does_not_say_so=lambda m: steps(m))
 
 
 class Averaging:
@@ -1789,10 +1542,337 @@ def a_shallow_copy_of_its_own_state(m: Any) -> Any:
     return first, step(other), other.shift.grad, step(m)
 
 
-@row(net=Shallow)
-def a_pickle_trained_beside_it(m: Any) -> Any:
-    other = pickle.loads(pickle.dumps(m))
-    return step(other), [p.grad for p in other.parameters()], step(m)
+# ---------------------------------------------------------------------------------------------------------------------
+# A line each: layers and ops of torch that keep something, draw, or write
+
+
+class Kit(nn.Module):
+    """Parts, of which a row's forward takes some; the first parameter is read by few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.some = nn.Parameter(torch.ones(5, dtype=torch.cfloat)), nn.ParameterList([torch.eye(8)])
+        self.a, self.b, self.n, self.opts = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), {"k": 0}
+        self.embed, self.bag = (
+            nn.Embedding(5, 8, 1, scale_grad_by_freq=True),
+            nn.EmbeddingBag(5, 8, mode="sum"),
+        )
+        self.alpha, self.rrelu, self.drop = nn.AlphaDropout(), nn.RReLU(inplace=True), nn.Dropout(0.5, True)
+        self.pool, self.wrap = nn.FractionalMaxPool2d(2, 3), nn.Conv1d(1, 2, 3, 1, 1, padding_mode="circular")
+        self.mha, self.inorm = (
+            nn.MultiheadAttention(8, 2, 0.3),
+            nn.InstanceNorm1d(1, track_running_stats=True),
+        )
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.capped = nn.Embedding(5, 8, max_norm=0.5).requires_grad_(False)
+        self.teacher = copy.deepcopy(self.a).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(12, 8), persistent=False)
+
+
+class OwnGradient(torch.autograd.Function):
+    """A backward that draws, asks what is wanted, and is no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gain: float) -> Any:
+        order, ctx.gain = x.argsort(), gain
+        ctx.mark_non_differentiable(order)
+        ctx.save_for_backward(x)
+        return x * 2, order
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert ctx.needs_input_grad[0]
+        return (grads[0] * ctx.gain).clamp(-1, 1) + torch.rand_like(ctx.saved_tensors[0]), None
+
+
+def by_turns(s: Any, x: torch.Tensor) -> torch.Tensor:
+    y = s.n.eval()(s.a(x)).sigmoid()
+    return s.n.train()(y).sigmoid()
+
+
+def follow(s: Any) -> Any:
+    with torch.no_grad():
+        for p, q in zip(s.teacher.parameters(), s.a.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    return s.teacher
+
+
+def written(s: Any, x: torch.Tensor) -> torch.Tensor:
+    y, at = torch.mul(x, 2, out=torch.empty(6, 8)).clone() + s.a(x), s.opts["k"]
+    s.seen[at : at + 6], s.opts["k"] = y.detach(), 6 - at
+    y[[0, 2, 2]] = x[:3]
+    y.index_put_((torch.tensor([1, 1]),), x[:2], accumulate=True).scatter_add_(1, bins(x), s.b(x))
+    y[:, :4] *= 2
+    y.view(-1)[3:5].add_(1)
+    return (y.masked_fill_(x < -1, 2).sigmoid_() @ s.seen.clone().T).sigmoid()
+
+
+def bins(x: torch.Tensor) -> torch.Tensor:
+    return (x.abs() * 2).long().clamp(0, 4)
+
+
+F, Pair = functional, collections.namedtuple("Pair", "a b")
+models(
+    noise_by_torch=lambda s, x: s.a(x).sigmoid() + torch.rand(8) * torch.randn_like(x),
+    a_checkpoint_inside=lambda s, x: checkpoint(
+        lambda y: s.drop(s.a(y)).sigmoid(), s.b(x), use_reentrant=False
+    ),
+    a_norm_that_shares_its_statistics=lambda s, x: s.n(s.n(s.a(x)).sigmoid()) * s.n.running_var,
+    a_norm_in_evaluation_and_then_in_training=by_turns,
+    a_spectral_norm=lambda s, x: s.spectral(x).sigmoid(),
+    writes_of_every_kind=written,
+    a_teacher_that_follows_in_forward=lambda s, x: s.a(x).sigmoid() - follow(s)(x),
+    a_gradient_of_its_own=lambda s, x: (lambda y, i: y.gather(1, i))(*OwnGradient.apply(s.a(x), 2.0)),
+    a_view_without_its_gradient=lambda s, x: (lambda y: (y, y, y.T, y[1:].detach(), y > 0, x, s.seen))(
+        s.b(x)
+    ),
+)
+models(
+    slow=True,
+    noise_in_place=lambda s, x: s.drop(s.rrelu(s.alpha(s.a(x))).mul(2)).sigmoid(),
+    attention_with_dropout=lambda s, x: s.layer(s.mha(x, x, s.a(x))[0][None]),
+    an_instance_norm_with_statistics=lambda s, x: s.inorm(s.a(x)[:, None]).sigmoid(),
+    other_weights_inside=lambda s, x: torch.func.functional_call(s.a, {"weight": s.some[0] * 2}, (x,)).cos(),
+    embeddings_that_pad_and_count=lambda s, x: s.a(s.embed(bins(x))) + s.capped(bins(x)),
+    a_bag_of_embeddings=lambda s, x: s.bag(bins(x), per_sample_weights=s.a(x).sigmoid()),
+    choices_drawn=lambda s, x: s.a(x).gather(1, torch.multinomial(s.b(x).softmax(1), 3)),
+    one_hot_choices=lambda s, x: F.gumbel_softmax(s.a(x), hard=True) * s.b(x),
+    samples_of_a_gamma=lambda s, x: torch.distributions.Gamma(s.a(x).exp(), 1.0).rsample().sigmoid(),
+    numbers_drawn_in_place=lambda s, x: s.a(x).sigmoid() * torch.empty(8).normal_().exponential_(),
+    pools_at_random_places=lambda s, x: s.pool(s.a(x)[None, None]).sigmoid(),
+    a_number_of_python_s_own=lambda s, x: s.a(x).sigmoid() * random.uniform(1, 2),
+    edges_that_wrap_around=lambda s, x: s.wrap(s.a(x)[:, None]).sigmoid(),
+    frequencies_weighed=lambda s, x: torch.fft.irfft(torch.fft.rfft(s.a(x)) * s.f).sigmoid(),
+    an_estimator_straight_through=lambda s, x: s.a(x) + (s.a(x).round() - s.a(x)).detach(),
+    a_region_of_autocast=lambda s, x: s.b(torch.autocast("cpu", torch.bfloat16)(lambda: s.a(x))().float()),
+    a_layer_under_vmap=lambda s, x: torch.vmap(s.a)(x).sigmoid(),
+    a_gradient_of_torch_func=lambda s, x: torch.func.grad(lambda y: s.a(y).cos().sum())(x),
+    a_checkpoint_that_reenters=lambda s, x: checkpoint(lambda y: s.drop(s.a(y)), s.b(x), use_reentrant=True),
+    a_gradient_that_is_read=lambda s, x: s.a(x).sigmoid() * (1 if s.a.weight.grad is None else 2),
+    named_outputs=lambda s, x: Pair(s.a(x).sigmoid(), {"b": [s.b(x), None, "s", 2.5]}),
+)
+models(
+    "random",
+    layer_drop_by_python=lambda s, x: s.a(x) if random.random() < 0.5 else x,
+    layer_drop_by_numpy=lambda s, x: s.a(x) if np.random.rand() < 0.5 else x,
+)
+models(
+    "cannot be captured",
+    an_array_of_random_numbers=lambda s, x: s.a(x).sigmoid() * torch.from_numpy(np.random.rand(8)).float(),
+    layers_in_random_order=lambda s, x: [s.a, s.b][random.sample([0, 1], 2)[0]](x).sigmoid(),
+    dice_alone=lambda s, x: s.a(x).sigmoid() * DICE.random(),
+    a_capped_embedding=lambda s, x: s.a(s.capped.requires_grad_()(bins(x))),
+)
+models(
+    "cannot be captured",
+    slow=True,
+    the_time=lambda s, x: s.a(x).sigmoid() * (time.time() % 2),
+    a_weight_made_late=lambda s, x: s.a(x) * vars(s).setdefault("late", nn.Parameter(torch.ones(8))),
+    a_value_of_the_data=lambda s, x: s.a(x).sigmoid() * x.max().item(),
+    rows_chosen_by_the_data=lambda s, x: s.a(x)[x[:, 0] > 0].sigmoid(),
+    a_number_of_threads=lambda s, x: s.a(x).sigmoid() * torch.get_num_threads(),
+)
+
+
+def inside(context: Callable[[], Any], script: Script = steps) -> Script:
+    def run(m: Any) -> Any:
+        with context():
+            return script(m)
+
+    return run
+
+
+def caught(m: Any) -> Any:
+    """A loop that goes on after calls that its model refuses."""
+    found = []
+    for width in (8, 7, 8, 5, 8):
+        try:
+            found.append(step(m, torch.ones(6, width)))
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+
+def sized(*sizes: int) -> Script:
+    return lambda m: [step(m, batch(k)[:n]) for k, n in enumerate(sizes)]
+
+
+graph, Own = torch.autograd.graph, type("Own", (torch.Tensor,), {})
+autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+rows(net=Net, errors_of_shapes_that_are_caught=caught)
+rows(
+    net=Shallow,
+    an_empty_batch=sized(6, 0, 6),
+    a_frozen_copy_called_with_gradients_on=lambda m: (
+        copy.deepcopy(m).requires_grad_(False)(batch()),
+        step(m),
+    ),
+    a_model_for_export=lambda m: (step(torch.export.export(m, (batch(),)).module()), step(m)),
+    a_model_traced_by_jit=lambda m: (step(torch.jit.trace(m, (batch(),))), step(m)),
+    saved_tensors_on_the_cpu=inside(graph.save_on_cpu),
+    a_parameter_deleted_and_the_errors_caught=lambda m: (step(m), delattr(m, "shift"), caught(m)),
+    backward_in_a_thread=lambda m: ThreadPoolExecutor(1).submit(total(m(batch())).backward).result(),
+    data_swapped=changed(lambda m: [setattr(p, "data", p.data * 0.5) for p in m.parameters()]),
+    a_state_assigned=changed(lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True)),
+)
+rows(
+    slow=True,
+    batches_that_shrink=sized(6, 4, 2, 3, 6),
+    anomalies_looked_for=inside(torch.autograd.detect_anomaly, trained),
+    saved_tensors_without_hooks=inside(lambda: graph.disable_saved_tensors_hooks("none")),
+    random_numbers_forked_around=lambda m: (inside(partial(torch.random.fork_rng, []))(m), torch.rand(2)),
+    a_seed_for_each_step=lambda m: [(torch.manual_seed(k), step(m), torch.rand(1))[1:] for k in (3, 3, 5)],
+    gradients_kept_by_reference=lambda m: (step(m), [p.grad for p in m.parameters()], step(m, batch(1))),
+    every_second_backward=lambda m: [x.backward() for x in [total(m(batch(k))) for k in range(4)][::2]],
+    a_forward_called_by_its_class=lambda m: (total(type(m).forward(m, batch())).backward(), step(m)),
+    a_part_called_alone=lambda m: (step(m.block), step(m), step(m.head)),
+    parameters_reset=changed(lambda m: m.apply(lambda k: getattr(k, "reset_parameters", int)())),
+    a_hook_that_triples=changed(lambda m: m.head.weight.register_hook(lambda g: g * 3)),
+)
+rows(
+    "hooks",
+    saved_tensors_that_lose_bits=inside(
+        lambda: graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float)
+    ),
+)
+rows("dispatch mode", a_count_of_flops=inside(lambda: FlopCounterMode(display=False)))
+rows(
+    "backward runs inside",
+    Shallow,
+    backward_under_autocast=lambda m: inside(autocast, torch.Tensor.backward)(total(m(batch()))),
+)
+rows(
+    "many gradients",
+    Sigmoid,
+    gradients_in_a_batch=lambda m: torch.autograd.grad(
+        m(batch())[0], [m.linear.weight], torch.eye(8), is_grads_batched=True
+    ),
+)
+rows("whose class", Sigmoid, an_argument_of_a_subclass=lambda m: step(m, batch().as_subclass(Own)))
+rows("requires a gradient", Shallow, a_buffer_with_a_gradient=lambda m: (m.offset.requires_grad_(), step(m)))
+
+
+rows(net=Writing, an_argument_that_forward_overwrites=lambda m: (x := batch(), step(m, x)))
+rows(
+    "another graph",
+    net=Writing,
+    two_arguments_of_which_one_is_overwritten=lambda m: [
+        (step(m, x, other=y), step(m, y, other=y)) for x, y in [(batch(), batch(1))]
+    ],
+)
+rows(
+    "another graph",
+    net=Making,
+    the_default_dtype=lambda m: (step(m), torch.set_default_dtype(torch.float64), step(m, batch().float())),
+)
+rows(
+    deterministic_algorithms=lambda m: (step(m), torch.use_deterministic_algorithms(True), step(m)),
+    a_buffer_added_that_nothing_reads=lambda m: (m.register_buffer("unread", torch.ones(3)), step(m)),
+    the_gradient_of_the_output=lambda m: [
+        (x.retain_grad(), total(x).backward(), x.grad) for x in [m(batch())]
+    ],
+    backward_twice=lambda m: [x.backward(retain_graph=k) for x in [total(m(batch()))] for k in (True, False)],
+    backward_a_third_time_without_its_graph=lambda m: [
+        x.backward(retain_graph=k) for x in [total(m(batch()))] for k in (True, False, False)
+    ],
+)
+rows(
+    net=Deterministic,
+    deterministic_algorithms_that_forward_asks_for=lambda m: (
+        step(m),
+        torch.use_deterministic_algorithms(True),
+        step(m),
+    ),
+)
+rows(
+    "another graph", net=Hooked, a_hook_removed=lambda m: (step(m), m.linear._forward_hooks.clear(), step(m))
+)
+rows(
+    net=Heads,
+    one_output_after_the_other=lambda m: [
+        x[k].sum().backward(retain_graph=True) for x in [m(batch())] for k in "ab"
+    ],
+)
+rows(
+    "cannot be captured",
+    net=ByLambda,
+    a_lambda_around_self=lambda m: (step(m), setattr(m, "scale", 0.5), step(m)),
+)
+
+
+def drawn(m: Any) -> Any:
+    GENERATOR.manual_seed(3)
+    return steps(m), GENERATOR.get_state()
+
+
+rows(
+    net=Heads,
+    one_output_then_both=lambda m: [
+        sum(m(batch(3))[k].sum() for k in which).backward() for which in ("a", "ab")
+    ],
+)
+rows(
+    "double backward",
+    a_gradient_of_the_gradient=lambda m: (
+        g := torch.autograd.grad(m(batch()).sum(), m.head.weight, create_graph=True)[0],
+        (g.square().sum() + m(batch()).sum()).backward(),
+    ),
+)
+rows(
+    "requires_grad",
+    net=AsksForItsGradient,
+    an_argument_is_asked_for_its_gradient=lambda m: (x := batch(), step(m, x), x.grad),
+)
+rows("another graph", used_twice_in_one_loss=lambda m: total(m(m(batch()))).backward())
+rows(
+    net=Shallow,
+    a_pickle_trained_beside_it=lambda m: [
+        (step(n), [p.grad for p in n.parameters()], step(m)) for n in [pickle.loads(pickle.dumps(m))]
+    ],
+)
+rows("cannot be captured by torch.compile", net=WithGenerator, a_generator_of_one_s_own=drawn)
+rows("cannot be captured", net=GeluAndDice, a_generator_beside_gelu=drawn)
+rows(
+    "cannot be captured",
+    net=Counting,
+    a_backward_that_counts=lambda m: (Counts.seen.clear(), steps(m), list(Counts.seen)),
+)
+
+
+def between(change: Callable[[Any, Any], Any]) -> Script:
+    """Change something of the model, or of the input, between forward and backward."""
+
+    def run(m: Any) -> Any:
+        x = batch()
+        loss = total(m(x))
+        with torch.no_grad():
+            change(m, x)
+        loss.backward()
+        return step(m)
+
+    return run
+
+
+rows(
+    CHANGED,
+    Shallow,
+    the_input_refilled_before_backward=between(lambda m, x: x.copy_(batch(5))),
+    a_bias_changed_before_backward=between(lambda m, x: m.shift.add_(1)),
+    a_buffer_changed_before_backward=between(lambda m, x: m.offset.add_(1)),
+)
+rows(
+    "an argument was changed in place",
+    Shallow,
+    the_input_refilled_through_data=between(lambda m, x: x.data.fill_(2)),
+    the_input_s_memory_refilled_by_numpy=between(lambda m, x: x.numpy().fill(2)),
+    the_input_s_rows_shuffled_by_numpy=between(lambda m, x: np.random.default_rng(0).shuffle(x.numpy())),
+)
+rows(
+    a_weight_changed_before_backward=between(lambda m, x: m.head.weight.add_(1)),
+    dropout_changed_before_backward=between(lambda m, x: setattr(m.block.drop, "p", 0.75)),
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in ROWS])

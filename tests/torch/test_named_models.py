@@ -170,9 +170,6 @@ def test_an_installed_module_is_found_without_importing_it(
     (tmp_path / "mine" / "__init__.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    assert split_reference("mine.runs.train:build") == (
-        str(tmp_path / "mine" / "runs" / "train.py"),
-        "build",
-    )
+    assert split_reference("mine.runs.train:build") == (str(tmp_path / "mine" / "runs" / "train.py"), "build")
     assert split_reference("mine.runs.missing:build") is None
     assert split_reference("timm:resnet18") is None

@@ -399,10 +399,7 @@ def test_another_state_of_autocast_is_refused(
 ) -> None:
     plan = under_bf16 if options else all_recomputed(recorded(load_spec(TIED)).trace)
     planned = apply_plan(small_nets.Tied(), plan)
-    with (
-        torch.autocast("cpu", **{"dtype": torch.bfloat16, **context}),
-        pytest.raises(PlanError, match=words),
-    ):
+    with torch.autocast("cpu", **{"dtype": torch.bfloat16, **context}), pytest.raises(PlanError, match=words):
         planned(torch.randn(16, 24))
 
 

@@ -40,6 +40,7 @@ REPLACED = {
         "only_inputs allow_unused is_grads_batched materialize_grads"
     ),
     "torch._check_tensor_all": "cond message",
+    "torch._dynamo.variables.RandomVariable.__init__": "self rand seed *kwargs",
     "torch.clear_autocast_cache": "?",
     "torch.nn.init._no_grad_trunc_normal_": "tensor mean std a b generator",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",

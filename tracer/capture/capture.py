@@ -101,6 +101,7 @@ class Capturing:
         """
         check_capturable(model)
         self.called = None
+        own = _own(model, args, kwargs)  # before forward gives the model other buffers
         on_gpu = gpu_attention() if target is not None else contextlib.nullcontext()
         try:
             with autocast.region(), calling(model, kwargs), without_torch_log():
@@ -113,7 +114,6 @@ class Capturing:
             differentiated = wanted(returned)
             if graph.joint is None:
                 with on_gpu, autocast.region(), tracing(graph.context), without_torch_log():
-                    own = _own(model, args, kwargs)
                     graph.joint = _joint(graph, own, differentiated, as_on_gpu=target is not None)
         except Exception as error:
             if not from_dynamo(error):

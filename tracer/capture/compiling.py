@@ -32,6 +32,7 @@ SETTINGS: Final = {
     "optimize_ddp": False,
     "specialize_float": True,
     "trace_autograd_ops": True,
+    "use_numpy_random_stream": True,  # otherwise torch draws in NumPy's place, from its own generator
     "allow_rnn": True,  # their dropout is kept by `tracer.capture.library.library_code`
     "suppress_errors": False,
 }

@@ -199,6 +199,10 @@ def _check_held(inputs: Sequence[Input], grads: Sequence[Any]) -> None:
                 "parameter of the model (a parameter or module in a list, say), so it would get none. Register it "
                 "(nn.Parameter, nn.ModuleList), or give it requires_grad_(False)."
             )
+        if given.kind == BUFFER and grad is not None:
+            raise CaptureError(
+                f"the buffer {given.name} requires a gradient: make it a parameter, or give it requires_grad_(False)."
+            )
 
 
 def _check_written(written: Collection[fx.Node], grads: Sequence[Any]) -> None:

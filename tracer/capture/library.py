@@ -14,7 +14,7 @@ from tracer.capture.torch_fixes.dropout import idle_dropout
 from tracer.capture.torch_fixes.grouped import true_results
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
-from tracer.torch_api import CAPTURING, replaced
+from tracer.torch_api import CAPTURING, RandomVariable, replaced
 
 OUTPUTS: Final = ("output_hidden_states", "output_attentions")
 
@@ -38,7 +38,7 @@ def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
     Args:
         kwargs: of the call; positions among them are the user's, and may be of packed sequences.
     """
-    contexts = [_results, _checks, *([_positions] if "position_ids" not in kwargs else [])]
+    contexts = [_results, _checks, _dice, *([_positions] if "position_ids" not in kwargs else [])]
     with contextlib.ExitStack() as stack:
         for shared in contexts:
             stack.enter_context(shared.body())
@@ -71,6 +71,22 @@ def _checks_as_ops() -> Iterator[None]:
         )
 
     with replaced(torch, _check_tensor_all=check):
+        yield
+
+
+@contextlib.contextmanager
+def _no_dice() -> Iterator[None]:
+    """Refuse Python's generators, which dynamo would set back to where they are now, in every call."""
+    make = RandomVariable.__init__
+
+    def refuse(self: Any, rand: Any = None, seed: Any = None, **kwargs: Any) -> None:
+        if rand is not None:
+            raise NotImplementedError(
+                "no graph keeps the state of a random.Random, nor of Python's own (random.sample); draw from torch"
+            )
+        make(self, rand, seed, **kwargs)
+
+    with replaced(RandomVariable, __init__=refuse):
         yield
 
 
@@ -108,4 +124,5 @@ def _unpacked_sequences() -> Iterator[None]:
 
 _results: Final = _Shared(true_results)
 _checks: Final = _Shared(_checks_as_ops)
+_dice: Final = _Shared(_no_dice)
 _positions: Final = _Shared(_unpacked_sequences)

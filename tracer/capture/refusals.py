@@ -111,7 +111,7 @@ def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError
     if isinstance(cause, Exception) and not isinstance(cause, TorchDynamoException):
         told = f"{type(cause).__name__}: {first_line(cause)}"
     else:
-        explained = re.search(r"Explanation: (.+)", str(inner))
+        explained = re.search(r"(?:Explanation|Skipped frames:\s+- .*\)): (.+)", str(inner))
         told = explained[1].rstrip(".") if explained else first_line(inner)
     return CaptureError(
         f"{name} cannot be captured by torch.compile: {told}{where}. Mend that line, or leave what it is in out of the "
@@ -121,10 +121,14 @@ def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError
 
 def from_dynamo(error: Exception) -> bool:
     """Return whether torch.compile itself failed, and not the code that it ran."""
-    unguarded = str(error).startswith(
-        "Guard failed on the same frame"
-    )  # what a weak proxy of the model leads to
-    return type(error).__module__.startswith("torch._dynamo") or unguarded
+    # What a weak proxy of the model leads to; a TorchDispatchMode around the call.
+    told = ("Guard failed on the same frame", "torch.compile with fullgraph=True found no compiled frames")
+    return type(error).__module__.startswith("torch._dynamo") or str(error).startswith(told)
+
+
+def raised_by_user(error: LowtideError) -> bool:
+    """Return whether the user's own code raised while it was captured, and will do so if it is run."""
+    return any(told in str(error) for told in ("found no exception handler", "run FX node with fake tensors"))
 
 
 def check_graph(module: fx.GraphModule) -> None:

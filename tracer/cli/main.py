@@ -55,12 +55,7 @@ def trace() -> None:
 )
 @answer_options
 def run_model(
-    model: str,
-    shapes: str | None,
-    output: Path | None,
-    force: bool,
-    out: Output,
-    **options: Any,
+    model: str, shapes: str | None, output: Path | None, force: bool, out: Output, **options: Any
 ) -> None:
     """Record one training step of MODEL: a name from `trace models`, timm:NAME, hf:CONFIG.json, or
     path/to/file.py:build."""
@@ -100,12 +95,7 @@ def default_name(model: str, options: dict[str, Any]) -> str:
 
 
 def record_shapes(
-    model: str,
-    text: str,
-    output: Path | None,
-    force: bool,
-    options: dict[str, Any],
-    out: Output,
+    model: str, text: str, output: Path | None, force: bool, options: dict[str, Any], out: Output
 ) -> None:
     """A trace of each shape that is looked at, in one directory."""
     import time

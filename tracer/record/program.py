@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from tracer.capture.captured import Captured
-from tracer.capture.passes.batch_norm import results
+from tracer.capture.passes.batch_norm import only_writes_statistics, results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.sizes import Known, at, number
 from tracer.capture.torch_fixes.grouped import true_results
@@ -173,7 +173,7 @@ class _Run:
             None if shares is None else {k: min(group) for group in map(list, shares) for k in group}
         )
         nodes = captured.graph_module.graph.nodes
-        vals = (n.meta.get("val") for n in nodes)
+        vals = (n.meta.get("val") for n in reversed(nodes))  # what no op reads is of another mode
         known = next((x.fake_mode for x in vals if isinstance(x, FakeTensor)), None)
         self.mode: FakeTensorMode = known or FakeTensorMode(allow_non_fake_inputs=True)
         self.env: dict[fx.Node, Any] = {}
@@ -369,8 +369,8 @@ def _flags(n: fx.Node, reads_overwritten: bool, *, view: bool) -> int:
     # A batch norm in training mode reads its running statistics only to compute the new ones. Those are written by a
     # `copy_` that never runs twice, or by cuDNN's kernel, which gets none to write when it runs again
     # (`tracer.capture.passes.batch_norm.again`); so the op itself may.
-    functional = n.target is aten._native_batch_norm_legit_functional.default and n.args[5] is True
-    if reads_overwritten and not view and not functional and not undeclared_writes(n):
+    norm = only_writes_statistics(n)
+    if reads_overwritten and not view and not norm and not undeclared_writes(n):
         flags |= EFFECT  # a second run would see the buffer's new value
     return flags
 

@@ -173,6 +173,14 @@ def writes(n: fx.Node) -> tuple[Any, ...]:
     return tuple(n.args[k] for k in STATISTICS if n.args[k] is not None)
 
 
+def only_writes_statistics(n: fx.Node) -> bool:
+    """True of a batch norm in training whose new statistics are written or updated by another, and not read."""
+    if n.target is not FORWARD[0] or n.args[5] is not True:
+        return False
+    readers = (u for part in n.users if part.args[1] in STATISTICS for u in part.users)
+    return all(u.op == "output" or u.target in (aten.copy_.default, n.target) for u in readers)
+
+
 def again(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """An op and its arguments for a second run: a batch norm in training gets no statistics to update.
 
