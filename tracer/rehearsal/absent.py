@@ -80,7 +80,8 @@ def finish_pending() -> None:
     """
     gpu = torch.device("cuda")
     for group in list(process_groups.pg_map):
-        if gpu in group._device_types and (backend := group._get_backend(gpu)).name() == "nccl":
+        if "nccl" in dist.get_backend_config(group):
+            backend = group._get_backend(gpu)
             getattr(backend, "_wait_for_pending_works", group._wait_for_pending_works)()
 
 

@@ -23,6 +23,7 @@ _PASSED_BY: Final = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/torch/di
 Event = dict[str, Any]  # of torch's memory history
 
 
+@torch.no_grad()
 def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """The addresses on GPUs of what an optimizer trains, its gradients and its state, with what they are."""
     found: dict[int, str] = {}
@@ -31,7 +32,8 @@ def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, str]:
             state = optimizer.state.get(p, {})
             for kind, tensors in ((STATE, state.values()), (GRADIENTS, (p.grad,)), (PARAMETERS, (p,))):
                 for x in tensors:
-                    x = getattr(x, "_local_tensor", x)  # of a DTensor
+                    if hasattr(x, "to_local"):
+                        x = x.to_local()
                     if isinstance(x, torch.Tensor) and x.is_cuda and x.numel():
                         found[x.data_ptr()] = kind
     return found
