@@ -255,7 +255,7 @@ def compile_graph(
     kind = kind_of(examples)
     graph = Graph(inputs_of(module.graph, examples), decide, kind)
     graph.left_out, graph.released = frozenset(left_out), released
-    if all(n.target is not enter_autocast for n in module.graph.nodes):
+    if not _leaves_autocast(module.graph):
         graph.amp = ambient(kind).dtype
     graph.of_many_sizes = any(isinstance(x, torch.SymInt) for x in examples)
     compiled = compile_joint(
@@ -273,6 +273,17 @@ def compile_graph(
         if n.op != "placeholder":
             n.meta.pop("example_value", None)
     return graph, graph.around(compiled, owner)
+
+
+def _leaves_autocast(graph: fx.Graph) -> bool:
+    """Return whether ops with gradients run in a region of autocast that forward opens itself."""
+    differentiates = True
+    for n in graph.find_nodes(op="call_function", target=enter_autocast) and graph.nodes:
+        if getattr(n.target, "__name__", "") == "_set_grad_enabled":
+            differentiates = bool(n.args[0])
+        if n.target is enter_autocast and differentiates:
+            return True
+    return False
 
 
 def _no_more(graph: Graph) -> Any:

@@ -45,7 +45,7 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from tracer.capture.capture import Capturing  # noqa: E402
 from tracer.torch_api import FakeTensor, pytree  # noqa: E402
-from traces.errors import CaptureError, LowtideError  # noqa: E402
+from traces.errors import CaptureError, LowtideError, PlanError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
 
 CHANGED = "modified by an inplace operation"  # torch's own error of what backward reads
@@ -1885,6 +1885,22 @@ def test_arguments_that_torch_conjugates_or_negates_when_they_are_read_are_added
     x = torch.randn(3, 4, dtype=torch.complex64)
     for lazy in (x.conj(), x.conj().imag):
         assert _digest(lazy) == _digest(lazy.resolve_conj().resolve_neg().clone())
+
+
+def test_backward_under_autocast_is_refused_where_forward_leaves_it_and_allowed_elsewhere() -> None:
+    def call(s: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad() if s.c else nullcontext(), torch.autocast("cpu", enabled=False):
+            y = s.a(x)
+        return s.a(y) * y
+
+    for without, refused in (
+        (True, nullcontext()),
+        (False, pytest.raises(PlanError, match="not all of forward")),
+    ):
+        net = made_of(call, c=lambda without=without: without)
+        m = apply_plan(net(), plan_for(net, total), on_mismatch="replan")
+        with autocast(), warnings.catch_warnings(action="ignore"), refused:
+            step(m)
 
 
 def test_a_parameter_in_a_list_is_refused() -> None:
