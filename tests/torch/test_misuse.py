@@ -1619,6 +1619,7 @@ models(
     a_checkpoint_inside=lambda s, x: checkpoint(
         lambda y: s.drop(s.a(y)).sigmoid(), s.b(x), use_reentrant=False
     ),
+    statistics_read_between_two_norms=lambda s, x: s.n(s.n(s.a(x)).cos() * s.n.running_var).cos(),
     a_norm_that_shares_its_statistics=lambda s, x: s.n(s.n(s.a(x)).sigmoid()) * s.n.running_var,
     a_norm_in_evaluation_and_then_in_training=by_turns,
     a_spectral_norm=lambda s, x: s.spectral(x).sigmoid(),
@@ -1638,7 +1639,6 @@ models(
     embeddings_that_pad_and_count=lambda s, x: s.a(s.embed(bins(x))) + s.capped(bins(x)),
     a_bag_of_embeddings=lambda s, x: s.bag(bins(x), per_sample_weights=s.a(x).sigmoid()),
     choices_drawn=lambda s, x: s.a(x).gather(1, torch.multinomial(s.b(x).softmax(1), 3)),
-    one_hot_choices=lambda s, x: F.gumbel_softmax(s.a(x), hard=True) * s.b(x),
     samples_of_a_gamma=lambda s, x: torch.distributions.Gamma(s.a(x).exp(), 1.0).rsample().sigmoid(),
     numbers_drawn_in_place=lambda s, x: s.a(x).sigmoid() * torch.empty(8).normal_().exponential_(),
     pools_at_random_places=lambda s, x: s.pool(s.a(x)[None, None]).sigmoid(),
