@@ -20,6 +20,11 @@ PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 COMMUNICATION, ACTIVATIONS, REST = "gathered and reduced", "activations", "the rest"
 CATEGORIES: Final = (PARAMETERS, GRADIENTS, STATE, COMMUNICATION, ACTIVATIONS, REST)
 _PASSED_BY: Final = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/torch/distributed/c10d_logger.py")
+_COMMUNICATING: Final = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/deepspeed/runtime/zero/",
+)
 Event = dict[str, Any]  # of torch's memory history
 
 
@@ -90,11 +95,10 @@ def at_the_peak(
 
 
 def _category(frames: Iterable[Mapping[str, Any]], phase: str, line: str) -> str:
-    """What a block is that nobody owns: of torch's code for several ranks, if that asked for it, or of forward."""
+    """What a block is that nobody owns: of code for several ranks, if that asked for it, or of forward."""
     asked = (f["filename"] for f in frames if f["filename"].endswith(".py"))
     inner = next((f for f in asked if not f.endswith(_PASSED_BY)), "")
-    distributed = "/torch/distributed/" in inner and "/torch/distributed/tensor/" not in inner
-    if distributed or inner.endswith("/torch/nn/parallel/distributed.py"):
+    if any(part in inner for part in _COMMUNICATING) and "/torch/distributed/tensor/" not in inner:
         return COMMUNICATION
     return ACTIVATIONS if phase == FORWARD or (phase == BACKWARD and line) else REST
 
