@@ -112,7 +112,10 @@ def rehearse(
     if launch is not None:
         model, arguments = launch.program, launch.arguments
     found = []
-    for job, number in jobs_of(launch, ranks, rank, nodes):
+    jobs = jobs_of(launch, ranks, rank, nodes)
+    if snapshot and len(jobs) > 1:
+        raise SpecError("--snapshot is of one rank; name one rank of one job.")
+    for job, number in jobs:
         out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
         found.append(
             run(

@@ -59,8 +59,19 @@ def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
         jobs_of(None, (8,), (8,), None)
     with pytest.raises(SpecError, match="evenly"):
         jobs_of(None, (8,), (), 3)
+    with pytest.raises(SpecError, match="only a script runs as one of several ranks"):
+        rehearse("bert-base", "h100", script=True, job=wide)
     with pytest.raises(SpecError, match="does not understand"):
         launch_of(["torchrun", "--nproc-per-node"], distributed=False)
+
+
+def test_what_accelerate_would_start_it_says_itself() -> None:
+    pytest.importorskip("accelerate")
+    line = "accelerate launch --multi_gpu --num_processes 4 --mixed_precision bf16 train.py --lr 1"
+    launch = launch_of(line.split(), distributed=False)
+    assert launch is not None
+    assert (launch.program, launch.arguments, launch.ranks, launch.nodes) == ("train.py", ("--lr", "1"), 4, 1)
+    assert launch.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,10 @@ class Answering(dist.Store):
             mine = f"{key[: number.start()]}{self._rank}{key[number.end() :]}"
             if int(number[0]) < self._ranks and mine in self._kept:
                 return self._kept[mine]
-        return bytes(self._words.hear(0, f"store {key}", f"asks the store for {key!r}, perhaps of rank 0"))
+        other = 0 if self._rank else min(1, self._ranks - 1)
+        return bytes(
+            self._words.hear(other, f"store {key}", f"asks the store for {key!r}, perhaps of rank {other}")
+        )
 
     def add(self, key: str, value: int) -> int:
         """As if every rank had added as much."""

@@ -110,8 +110,8 @@ def jobs_of(
 def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     """Read a command line that starts a distributed program; None if it is not one.
 
-    `torchrun ...`, `python -m torch.distributed.run ...` (or `.launch`) and `accelerate launch ...` are read by their
-    own parsers. `python ...` is one if the job is `distributed`.
+    `torchrun ...`, `python -m torch.distributed.run ...` and `accelerate launch ...` are read by their own parsers.
+    `python ...` is one if the job is `distributed`.
 
     Raises:
         SpecError: they do not understand it; EnvironmentProblem: the launcher is not installed.
@@ -122,7 +122,7 @@ def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     if first == "accelerate" and rest[:1] == ["launch"]:
         return _accelerate(rest[1:])
     if first == "python":
-        if rest[:1] == ["-m"] and rest[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
+        if rest[:2] == ["-m", "torch.distributed.run"]:
             return _torchrun(rest[2:])
         if distributed and rest:
             module = rest[0] == "-m"

@@ -85,6 +85,10 @@ def rehearse(
     board = device(gpu) if isinstance(gpu, str) else gpu
     runs_script = module or (is_script(model) if script is None else script)
     _check(model, runs_script, options or {}, arguments, plan)
+    if job and not module and not Path(model).is_file():
+        raise SpecError(
+            f"{model} is no script, and only a script runs as one of several ranks; name a .py file."
+        )
     given = {
         "model": model,
         "script": runs_script,

@@ -78,7 +78,7 @@ int ncclCommInitAll(Comm **c, int n, const int *devices) {
 int ncclCommSplit(Comm *c, int color, int key, Comm **out, void *config) {
   *out = 0;
   if (color == NO_COLOR) return OK;
-  if (!split_ranks) null_assumed("NCCL's split");
+  if (!split_ranks) null_missing("ncclCommSplit into ranks that nobody told");
   return made(out, split_ranks ? split_ranks : c->ranks, key);
 }
 int ncclCommShrink(Comm *c, int *without, int count, Comm **out, void *config, int flags) {
