@@ -90,8 +90,10 @@ def test_what_accelerate_would_start_it_says_itself() -> None:
 def test_memory_is_as_under_torch_s_fake_group(kind: str) -> None:
     """Which communicates nothing, and allocates as NCCL's group does where it gathers into one tensor."""
     found, fake = run(kind), run(kind, FAKE)
-    assert [p.requested_bytes for p in peaks(found)] == [p.requested_bytes for p in peaks(fake)]
-    assert [p.allocated_bytes for p in peaks(found)] == [p.allocated_bytes for p in peaks(fake)]
+    # In the first iteration of one of the two, Inductor compiles and times what the other finds in its cache.
+    ours, theirs = (peaks(r)["compiled" in kind :] for r in (found, fake))
+    assert [p.requested_bytes for p in ours] == [p.requested_bytes for p in theirs]
+    assert [p.allocated_bytes for p in ours] == [p.allocated_bytes for p in theirs]
     assert found.communicators
     assert not fake.communicators
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -82,7 +83,10 @@ def finish_pending() -> None:
     for group in list(process_groups.pg_map):
         if "nccl" in dist.get_backend_config(group):
             backend = group._get_backend(gpu)
-            getattr(backend, "_wait_for_pending_works", group._wait_for_pending_works)()
+            try:
+                getattr(backend, "_wait_for_pending_works", group._wait_for_pending_works)()
+            except RuntimeError:  # before torch 2.14 a group of several backends cannot be waited for
+                time.sleep(0.25)
 
 
 _ALIVE: Final[list[Any]] = []
@@ -236,10 +240,10 @@ def _telling_sizes(c10d: Any, driver: Any) -> tuple[Any, Any]:
     """Torch's two functions that make groups, which tell the driver how many ranks the group has while they do."""
     make, split = new_process_group_helper, c10d.split_group
 
-    def made(size: int, *args: Any, **given: Any) -> Any:
-        driver.null_split_ranks(size)
+    def made(group_size: int, *args: Any, **given: Any) -> Any:
+        driver.null_split_ranks(group_size)
         try:
-            return make(size, *args, **given)
+            return make(group_size, *args, **given)
         finally:
             driver.null_split_ranks(0)
 
