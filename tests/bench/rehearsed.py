@@ -7,9 +7,8 @@ the peaks of a steady iteration, predicted and rehearsed, requested (sums of ten
 reserved memory; untouched, and with plans for 70 and 50 % of the captured graph's peak. Where no plan is so small, the
 budget is the lowest peak that the planner reaches, and the row says so. Without `--gpu` each model is taken for two of
 three GPUs in turn, in float32 and under autocast, with one of the two plans. Every row is added to FILE as soon as it
-is there, and rows that FILE has are not made again, failures included. Buffers that cuDNN asks for count as empty on
-both sides: the null driver takes none, and no rule predicts them. Provenance of what is rehearsed: torch's own code, no
-GPU.
+is there, and rows that FILE has are not made again, failures included. Provenance of what is rehearsed: torch's own code,
+no GPU.
 """
 
 from __future__ import annotations
@@ -76,9 +75,8 @@ KEYS = ("model", "gpu", "amp")
 HEAD = f"""# Predicted beside rehearsed
 
 Peaks of a steady iteration, of the untouched loop and of plans for a share of the captured graph's peak; rehearsed:
-{REHEARSED}. Bytes are rehearsed ones; percent: by how much the prediction is higher. Buffers of cuDNN count as empty
-on both sides. `*`: no plan is so small, so the plan is the smallest that the planner finds. Made by
-`python -m tests.bench.rehearsed`.
+{REHEARSED}. Bytes are rehearsed ones; percent: by how much the prediction is higher. `*`: no plan is so small, so the
+plan is the smallest that the planner finds. Made by `python -m tests.bench.rehearsed`.
 
 """
 
