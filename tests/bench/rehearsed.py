@@ -7,8 +7,8 @@ the peaks of a steady iteration, predicted and rehearsed, requested (sums of ten
 reserved memory; untouched, and with plans for 70 and 50 % of the captured graph's peak. Where no plan is so small, the
 budget is the lowest peak that the planner reaches, and the row says so. Without `--gpu` each model is taken for two of
 three GPUs in turn, in float32 and under autocast, with one of the two plans. Every row is added to FILE as soon as it
-is there, and rows that FILE has are not made again, failures included. Provenance of what is rehearsed: torch's own code,
-no GPU.
+is there, and rows that FILE has are not made again, failures included. What is rehearsed is torch's own code, without
+a GPU.
 """
 
 from __future__ import annotations
