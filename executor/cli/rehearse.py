@@ -288,13 +288,15 @@ def _warnings(found: Rehearsal) -> list[str]:
 
 def describe(warning: PredictionWarning) -> str:
     """A rehearsal's warning as a sentence."""
-    from tracer.rehearsal.record import ASSUMED, HOST_READ
+    from tracer.rehearsal.record import ASSUMED, ELSEWHERE, HOST_READ
 
     f = warning.figures
     if warning.code == HOST_READ:
         told = "true" if f["told"] else "zero"
         place = warning.subject or "code without a line in Python"
         return f"{place} reads {f['bytes']} bytes from the GPU, {f['times']} times, and is told {told}."
+    if warning.code == ELSEWHERE:
+        return f"{show_bytes(int(f['bytes']))} are on GPU {warning.subject}, which is not this rank's."
     if warning.code == ASSUMED:
         return f"{warning.subject}'s buffers count as empty: only a GPU knows how large they are."
     return f"{warning.subject} was asked for, which the null driver has not; torch went on without."

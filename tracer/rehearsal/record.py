@@ -19,6 +19,8 @@ HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, an
 ASSUMED: Final = "rehearsal-assumed"
 # A function was asked for that the null driver has not, and torch did without.
 MISSING: Final = "rehearsal-missing"
+# A rank holds memory of a GPU that is not its own.
+ELSEWHERE: Final = "rehearsal-elsewhere"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
