@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tracer.costs.signature import Signature
 from traces.records.trace import ACTIVATION
+
+if TYPE_CHECKING:
+    from tracer.costs.signature import Signature  # which needs torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
