@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from tracer.costs.cost import APPROXIMATE, NONE, Costs
-from tracer.measure.host_copies import host_bytes_per_s
 from tracer.measure.step import measure
 from tracer.measure.untouched import untouched_loop
 from tracer.record.one_graph import OneGraph
@@ -91,8 +90,4 @@ def record_real(
     peak_bytes, requests = untouched_loop(build, device)
     if releases:
         draft = trace_step(build, target, device=device, costs=Costs(measured=measured.by_signature()))
-    trace = measured.finish(draft, untouched=requests, untouched_peak_bytes=peak_bytes)
-    if cuda and not rehearsed:
-        rates = {**trace.meta.rates, "host_bytes_per_s": host_bytes_per_s()}
-        trace = replace(trace, meta=replace(trace.meta, rates=rates))
-    return trace
+    return measured.finish(draft, untouched=requests, untouched_peak_bytes=peak_bytes)

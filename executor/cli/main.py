@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from executor.cli.campaign import campaign
-from executor.cli.rehearse import rehearse, rehearse_plan
+from executor.cli.rehearse import rehearse
 from simulator.show.tables import figures_table
 from traces import commands
 from traces.commands import Output, OutputFile, echo, output_options, stdout_free
-from traces.errors import SpecError
 from traces.provenance import REHEARSED, refuse_page
 from traces.records.measurement import signed_error_percent
 from traces.records.plan import ALLOCATED
@@ -69,7 +68,6 @@ def execute() -> None:
     execute campaign cpu -o DIR            how wrong predictions are, over many models and budgets
     execute errors TRACE -o errors.json    how much approximate formats change the gradient
     execute rehearse train.py --gpu h100   the memory of your own loop on a GPU that is not there
-    execute plan.json --rehearse h100      the memory of the planned step there
 
     What is no subcommand goes to `execute run`; see `execute run --help` for the options.
     """
@@ -82,44 +80,27 @@ execute.add_command(rehearse)
 @execute.command("run")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=OutputFile(), help="Save the measurement as JSON.")
-@click.option(
-    "--rehearse", "rehearsed_on", help="Rehearse on this GPU, which is not there, instead of measuring."
-)
 @click.option("--trace", "trace_name", help="Trace of the plan, for the pictures of the report.")
 @TRUST
 @commands.gathered("settings", _settings, MODEL, *MEASURING)
 @output_options
 def run_plan(
-    plan: Path,
-    trust: bool,
-    output: Path | None,
-    trace_name: str | None,
-    rehearsed_on: str | None,
-    settings: Settings,
-    out: Output,
+    plan: Path, trust: bool, output: Path | None, trace_name: str | None, settings: Settings, out: Output
 ) -> None:
     """Train by PLAN, which `simulate -o` wrote, and compare it with the untouched model.
 
     Each measurement runs in a fresh process.
 
-    Exit code 1: the planned step did not compute what the untouched model computes, its measured peak is over the
-    budget, or (--rehearse) it does not fit.
+    Exit code 1: the planned step did not compute what the untouched model computes, or its measured peak is over the
+    budget.
     """
-    if rehearsed_on is not None:
-        if output is not None or out.report is not None:
-            raise SpecError(
-                "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
-            )
-    elif out.report is not None:
+    if out.report is not None:
         refuse_page()
     from executor.matching import check_trusted
     from traces.records.plan import Plan
 
     given = Plan.load(plan)
     check_trusted(plan, given.meta.model, settings.model, trust)
-    if rehearsed_on is not None:
-        rehearse_plan(plan, settings.model, rehearsed_on, out)
-        return
     from executor.plans import measure_plan
     from traces.errors import BudgetError, VerificationError
 

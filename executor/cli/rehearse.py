@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.show.tables import figures_table, table
+from simulator.show.tables import table
 from traces.commands import Output, OutputFile, answer_options, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tracer.rehearsal.record import Rehearsal
-    from traces.records.plan import Plan, PredictionWarning
+    from traces.records.plan import PredictionWarning
 
 
 class Numbers(click.ParamType):
@@ -155,48 +155,6 @@ def _refuse_for_commands(command: str) -> None:
             )
 
 
-def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
-    """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
-    from executor.matching import check_alloc_conf
-    from executor.measuring import predicted_figures
-    from tracer.rehearsal.run import rehearse as run
-    from traces.records.measurement import signed_error_percent
-    from traces.records.plan import Plan
-
-    plan = Plan.load(path)
-    check_alloc_conf(plan.meta, "cuda")
-    found = {}
-    for label, applied in (("eager", None), ("plan", path)):
-        out.say(f"Rehearsing {label} on {gpu} ...")
-        found[label] = run(
-            model or plan.meta.model,
-            gpu,
-            options=dict(plan.meta.options),
-            script=False,
-            plan=applied,
-            apply=APPLY,
-            seed=plan.meta.seed,
-            alloc_conf=plan.meta.alloc_conf,
-        )
-    predicted, rehearsed = predicted_figures(plan, "plan"), found["plan"]
-    answer = {
-        "plan": str(path),
-        "model": plan.meta.model,
-        "options": dict(plan.meta.options),
-        "planner": plan.planner,
-        "budget_bytes": plan.budget_bytes,
-        "budget_of": plan.budget_of,
-        "provenance": rehearsed.provenance,
-        "predicted": predicted.headline(),
-        "rehearsed": rehearsed.figures.headline(),
-        "error_percent": signed_error_percent(predicted, rehearsed.figures),
-        "within_budget": _within(plan, rehearsed),
-        "rehearsals": {label: r.to_json() for label, r in found.items()},
-    }
-    out.show(lambda: answer, lambda: _beside(plan, found))
-    refuse_if_too_large(rehearsed)
-
-
 def apply_file(model: nn.Module, plan: str) -> Callable[..., Any]:
     """Apply the plan in that file to a model, and return what to call in its place."""
     from executor.training.module import apply_plan
@@ -300,28 +258,3 @@ def describe(warning: PredictionWarning) -> str:
     if warning.code == ASSUMED:
         return f"{warning.subject}'s buffers count as empty: only a GPU knows how large they are."
     return f"{warning.subject} was asked for, which the null driver has not; torch went on without."
-
-
-def _within(plan: Plan, rehearsed: Rehearsal) -> bool | None:
-    if plan.budget_bytes is None:
-        return None
-    return (rehearsed.figures.peak_bytes(plan.budget_of) or 0) <= plan.budget_bytes
-
-
-def _beside(plan: Plan, found: dict[str, Rehearsal]) -> str:
-    from executor.measuring import predicted_figures
-
-    rehearsed = found["plan"]
-    runs = (
-        ("eager, rehearsed", found["eager"].figures),
-        ("save-all, predicted", predicted_figures(plan, "baseline")),
-        ("plan, predicted", predicted_figures(plan, "plan")),
-        ("plan, rehearsed", rehearsed.figures),
-    )
-    lines = [f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}"]
-    lines += [f"  {line}" for line in figures_table(runs, kind="count").without("step time").lines()]
-    kept = _within(plan, rehearsed)
-    if kept is not None:
-        of = " of reserved memory" if plan.budget_of == "reserved" else ""
-        lines.append(f"  budget {plan.budget_bytes:,}{of}: {'kept' if kept else 'EXCEEDED'}")
-    return "\n".join([*lines, *_warnings(rehearsed)])

@@ -21,6 +21,7 @@ from tracer import trace
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING
 from tracer.rehearsal.run import rehearse
 from traces.errors import LowtideError, SpecError
+from traces.records.plan import Plan
 
 pytestmark = pytest.mark.rehearsal
 ROOT = Path(__file__).resolve().parents[2]
@@ -278,26 +279,29 @@ def test_a_step_that_copies_to_host_memory_takes_the_predicted_bytes(tmp_path: P
     assert steady["reserved_bytes"] == predicted["peak_reserved_bytes"]
 
 
-def run_by_plan(plan: Path) -> dict[str, Any]:
-    """What `execute PLAN --rehearse h100` tells."""
-    done = CliRunner().invoke(execute, [str(plan), "--trust", "--rehearse", "h100", "--json", "-q"])
+def run_by_plan(made: Plan, place: Path, *words: str) -> int:
+    """Rehearse a planned step, whose figures are those of the plan; returns what it reserves."""
+    plan, named = made.save(place / "plan.json"), made.meta.model
+    done = CliRunner().invoke(
+        execute, ["rehearse", named, *words, "--gpu", "h100", "--plan", str(plan), "--json", "-q"]
+    )
     assert done.exit_code == 0, (done.output, done.exception)
-    answer: dict[str, Any] = json.loads(done.stdout)
-    assert answer["provenance"].startswith("rehearsed")
-    assert answer["rehearsed"]["step_time_ns"] is None
-    assert set(answer["rehearsals"]["plan"]) >= {"iterations", "alive", "fits"}
-    planned, untouched = answer["rehearsed"], answer["rehearsals"]["eager"]["steady"]
-    assert planned["peak_allocated_bytes"] < untouched["requested_bytes"]
-    for figure in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):
-        assert planned[figure] == answer["predicted"][figure], figure
-    return answer
+    steady, told = json.loads(done.stdout)["steady"], made.predicted["plan"]
+    assert (
+        steady["requested_bytes"]
+        == told["peak_allocated_bytes"]
+        < made.predicted["baseline"]["peak_allocated_bytes"]
+    )
+    assert steady["allocated_bytes"] == told["peak_block_bytes"]
+    assert steady["reserved_bytes"] == told["peak_reserved_bytes"]
+    return int(steady["reserved_bytes"])
 
 
 def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None:
     deep = "for _ in range(4): x = x + self.b(F.gelu(self.a(x)))\n        return x"
     (tmp_path / "net.py").write_text(STEP.replace("return self.b(F.relu(self.a(x)))", deep))
     found = trace(f"{tmp_path / 'net.py'}:build", target="h100", batch_size=2048)
-    run_by_plan(api.plan(found, "85%", seconds=1).save(tmp_path / "plan.json"))
+    run_by_plan(api.plan(found, "85%", seconds=1), tmp_path, "--batch-size", "2048")
 
 
 @pytest.mark.slow
@@ -305,14 +309,15 @@ def test_a_step_that_keeps_a_budget_of_reserved_memory_by_ops_that_run_ahead_run
     tmp_path: Path,
 ) -> None:
     found = trace("resnet18", batch_size=32, image_size=96, target="h100")
-    answer = run_by_plan(api.plan(found, "85%").save(tmp_path / "plan.json"))
-    untouched = answer["rehearsals"]["eager"]["steady"]
+    sizes = ("--batch-size", "32", "--image-size", "96")
+    run_by_plan(api.plan(found, "85%"), tmp_path, *sizes)
+    untouched = rehearse("resnet18", "h100", options={"batch_size": 32, "image_size": 96}).steady
     # Torch 2.11 holds cuBLAS's workspaces between calls, so no share of the peak is a budget for every release: half
     # of the way from the lowest peak to what the untouched step reserves.
     with pytest.raises(Infeasible) as refused:
         api.plan(found, 1)
     lowest = refused.value.figures["lowest_peak_bytes"]
-    budget = lowest + (untouched["reserved_bytes"] - lowest) // 2
+    budget = lowest + (untouched.reserved_bytes - lowest) // 2
     ahead = api.plan(found, budget, budget_of="reserved", alloc_conf="")
     assert ahead.ahead_bytes
-    assert run_by_plan(ahead.save(tmp_path / "ahead.json"))["within_budget"]
+    assert run_by_plan(ahead, tmp_path, *sizes) <= budget
