@@ -73,9 +73,11 @@ def _bounded_memory(more_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+OUT_OF_MEMORY: Final = "oom"
 Action = Literal[
-    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap"
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"
 ]  # fmt: skip
+ACTIONS: Final = get_args(Action)
 GETS: Final = ("segment_alloc", "segment_map")  # from the driver
 GIVES_BACK: Final = ("segment_free", "segment_unmap")
 # What must have happened before to a block at that address; where nothing has, it is free.
@@ -90,6 +92,8 @@ class _Block(Struct, frozen=True):
 
     size: Natural
     state: str = "active_allocated"  # or "inactive", or freed while another stream still uses it
+    requested_size: Natural | None = None  # None: older torch
+    frames: Any = None
 
 
 class _Segment(Struct, frozen=True):
@@ -100,21 +104,60 @@ class _Segment(Struct, frozen=True):
     blocks: tuple[_Block, ...] = ()
     device: int = 0
     segment_pool_id: tuple[int, int] = POOL
+    is_expandable: bool = False
 
 
-class Event(Struct, frozen=True, rename={"size_bytes": "size", "address": "addr"}):
+class Event(
+    Struct, frozen=True, rename={"size_bytes": "size", "address": "addr", "free_bytes": "device_free"}
+):
     """One thing that happened; sizes as requested for blocks, as obtained for segments."""
 
     action: Action
-    address: Natural
-    size_bytes: Natural
+    address: Natural = 0
+    size_bytes: Natural = 0
     stream: Natural = 0
+    frames: Any = None  # the stack, the innermost first, unless it was not recorded
+    free_bytes: Natural = 0  # of OUT_OF_MEMORY: what the device had left
 
 
-class _Snapshot(Struct, frozen=True):
+class Snapshot(Struct, frozen=True):
+    """What `torch.cuda.memory._dump_snapshot` writes, as far as it is read here."""
+
     segments: list[_Segment]
     device_traces: list[list[Any]]
     allocator_settings: Any = None
+
+    def of_device(self) -> tuple[int, tuple[Event, ...], bool]:
+        """The device that recorded most, its events, and whether these name their pools."""
+        device = max(range(len(self.device_traces)), key=lambda k: len(self.device_traces[k]), default=0)
+        rows = self.device_traces[device] if self.device_traces else []
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValidationError("an event is not an object")
+        # Others are markers, and whatever comes later.
+        events = convert([row for row in rows if row.get("action") in ACTIONS], tuple[Event, ...])
+        return device, events, any("pool_id" in row for row in rows)
+
+    def in_use(self, device: int) -> dict[int, _Block]:
+        """The blocks by address that are in use at the end."""
+        found: dict[int, _Block] = {}
+        for s in (s for s in self.segments if s.device == device):
+            here = s.address
+            for b in s.blocks:
+                if b.state != "inactive":
+                    found[here] = b
+                here += b.size
+        return found
+
+
+@contextlib.contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Raise TraceError for whatever in the file is not what torch writes."""
+    try:
+        yield
+    except (ValidationError, UnicodeError) as error:
+        raise TraceError(
+            f"{source}: not a memory snapshot, or damaged ({error}); make one with {SNAPSHOT}."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +185,13 @@ def read_recording(path: str | Path) -> Recording:
 
 
 def recording_from_snapshot(data: Any, source: str) -> Recording:
-    """Build a recording of the first device that recorded anything. Raises TraceError: not a snapshot, no events,
+    """Build a recording of the device that recorded most. Raises TraceError: not a snapshot, no events,
     private pools, or events that do not lead from an empty allocator to the final state.
     """
-    try:
-        snapshot = convert(data, _Snapshot)
-        device, recorded = next(((k, t) for k, t in enumerate(snapshot.device_traces) if t), (0, []))
-        rows = convert(recorded, list[dict[str, Any]])
-        # Others are markers, and whatever comes later.
-        events = convert([row for row in rows if row.get("action") in get_args(Action)], tuple[Event, ...])
-    except (ValidationError, UnicodeError) as error:
-        raise TraceError(
-            f"{source}: not a memory snapshot, or damaged ({error}); make one with {SNAPSHOT}."
-        ) from None
+    with reading(source):
+        snapshot = convert(data, Snapshot)
+        device, told, pools_named = snapshot.of_device()
+    events = tuple(e for e in told if e.action != OUT_OF_MEMORY)
     if not events:
         raise TraceError(f"{source}: no events were recorded; {RECORD}.")
     segments = [s for s in snapshot.segments if s.device == device]
@@ -166,16 +203,10 @@ def recording_from_snapshot(data: Any, source: str) -> Recording:
     peak, final = running_reserved(events)
     if final != (there := sum(s.total_size for s in segments)):
         raise _midway(source, f"it asked for {final:,} bytes of what is reserved at the end, {there:,}")
-    in_use: dict[int, _Block] = {}
-    for s in segments:
-        here = s.address
-        for b in s.blocks:
-            if b.state != "inactive":
-                in_use[here] = b
-            here += b.size
+    in_use = snapshot.in_use(device)
     if _left(events, source) != in_use.keys():
         raise _midway(source, "the blocks that are in use at the end are not those that it asked for")
-    settings, notes = _settings(snapshot.allocator_settings, any("pool_id" in row for row in rows))
+    settings, notes = _settings(snapshot.allocator_settings, pools_named)
     in_blocks = sum(b.size for b in in_use.values() if b.state == "active_allocated")
     return Recording(
         source=source, device=device, events=events, settings=settings, peak_reserved_bytes=peak,

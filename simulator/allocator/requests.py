@@ -11,7 +11,7 @@ Counts and ignores: of the requests, what `simulator.allocator.reserved` counts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -87,15 +87,16 @@ def requests_of(problem: Problem, schedule: Schedule) -> Requests:
     A trace of a loop whose gradients add up is of the last part of a later iteration. The parts before it are played
     from it; where there are no gradients yet, those that backward makes stay.
     """
-    return problem.once(("requests", schedule), lambda p: _requests_of(p, schedule))
+    return problem.once(("requests", schedule), lambda p: recorded(p, schedule, Recorder))
 
 
-def _requests_of(problem: Problem, schedule: Schedule) -> Requests:
+def recorded(problem: Problem, schedule: Schedule, make: Callable[..., Recorder]) -> Requests:
+    """The same, by a recorder of one's own; of a second one for a first iteration that asks otherwise."""
     parts, stay = _parts_of(problem.trace)
-    later = _iteration(_Recording(problem, gradients=parts == 1 or stay), schedule, parts, stay=stay)
+    later = _iteration(make(problem, gradients=parts == 1 or stay), schedule, parts, stay=stay)
     if not stay:
         return later
-    first = _iteration(_Recording(problem, gradients=False, before=later.count), schedule, parts, stay=True)
+    first = _iteration(make(problem, gradients=False, before=later.count), schedule, parts, stay=True)
     return replace(later, residents=first.residents, first=first)
 
 
@@ -112,7 +113,7 @@ def _parts_of(trace: Trace) -> tuple[int, bool]:
     return min(parts, MOST_PARTS), stay
 
 
-def _iteration(recording: _Recording, schedule: Schedule, parts: int, *, stay: bool) -> Requests:
+def _iteration(recording: Recorder, schedule: Schedule, parts: int, *, stay: bool) -> Requests:
     """The requests of an iteration of so many parts, whose gradients stay for the next or do not."""
     phases: list[tuple[str, int]] = []
     steps = phases_of(recording.trace, schedule)
@@ -179,7 +180,7 @@ def asked_by(problem: Problem, op: int, taken: int) -> Asked:
     )
 
 
-class _Recording:
+class Recorder:
     """The requests so far, and which block each storage has."""
 
     def __init__(self, problem: Problem, *, gradients: bool, before: int = 0) -> None:

@@ -8,6 +8,7 @@ import json
 
 import click
 
+from simulator.cli.history import diff_command, why_command
 from simulator.cli.plan import plan_command
 from simulator.cli.replay import replay_command
 from simulator.cli.studies import (
@@ -59,6 +60,8 @@ def main() -> None:
     simulate levers resnet152-b32                             what could be done besides recomputing
     simulate max-batch bert-base --gpu a100-40                the largest batch that fits
     simulate planners                                         list the planners
+    simulate why snapshot.pickle                              what held the memory, what would make it fit
+    simulate diff before.pickle after.pickle                  what grew
     simulate replay snapshot.pickle                           a GPU's recorded allocations
 
     Exit code: 0 done, 1 the budget cannot be met, 2 the input is wrong.
@@ -82,6 +85,7 @@ def planners_command(as_json: bool) -> None:
 
 main.add_command(plan_command, DEFAULT_COMMAND)
 for command in (
-    sweep_command, planners_command, compare_command, pareto_command, levers_command, max_batch_command, replay_command
+    sweep_command, planners_command, compare_command, pareto_command, levers_command, max_batch_command, why_command,
+    diff_command, replay_command,
 ):  # fmt: skip
     main.add_command(command)

@@ -44,6 +44,7 @@ def no(text: str = "no") -> Cell:
 # How the columns of `table` show a value; what is not here is shown as it is.
 SHOWN: Final[Mapping[str, Callable[[Any], Cell]]] = {
     "bytes": lambda value: Cell(show_bytes(value), value),
+    "+bytes": lambda value: Cell("+" * (value > 0) + show_bytes(value), value),
     "time": time_cell,
     "count": lambda value: Cell(UNKNOWN if value is None else f"{value:,}", value),
     "percent": percent_cell,

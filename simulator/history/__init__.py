@@ -1,0 +1,1 @@
+"""Runs of all kinds (predicted, rehearsed, recorded, measured) in one form: to be explained, compared and handed on."""

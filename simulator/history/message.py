@@ -1,0 +1,89 @@
+"""Say what torch's message that memory ran out means, and what to run next, from its text alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from traces.errors import SpecError
+from traces.units import KIB, show_bytes
+
+SIZE: Final = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
+UNITS: Final = {"bytes": 1, "KiB": KIB, "MiB": KIB**2, "GiB": KIB**3, "TiB": KIB**4}
+# Of c10/cuda/CUDACachingAllocator.cpp, as torch 2 has it and as torch 1 had it.
+FIGURES: Final = {
+    "asked": (rf"Tried to allocate {SIZE}",),
+    "total": (rf"total capacity of {SIZE}", rf"{SIZE} total capacity"),
+    "free": (rf"of which {SIZE} is free", rf"{SIZE} free"),
+    "process": (rf"this process has {SIZE} memory in use",),
+    "allocated": (rf"{SIZE} is allocated by PyTorch", rf"{SIZE} already allocated"),
+    "unallocated": (rf"{SIZE} is reserved by PyTorch but unallocated",),
+    "reserved": (rf"{SIZE} reserved in total by PyTorch",),
+    "limit": (rf"{SIZE} allowed",),
+}
+SCRIPT: Final = re.compile(r'File "([^"]+\.py)", line \d+')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """The figures of the message in bytes, and the script that failed; what it does not say is missing."""
+
+    figures: Mapping[str, int]
+    script: str
+
+    def sentences(self) -> tuple[str, ...]:
+        """What was asked for, what was there; why that was not enough; what to run."""
+        f = self.figures
+        of = {k: show_bytes(n) for k, n in f.items()}
+        first = f"torch was asked for {of['asked']}"
+        first += (
+            f" and the device had {of['free']} of {of['total']} free." if {"free", "total"} <= {*f} else "."
+        )
+        more, idle = max(0, f["asked"] - f.get("free", 0)), f.get("unallocated", 0)
+        others = f.get("total", 0) - f.get("free", 0) - f.get("process", f.get("total", 0))
+        outside = f.get("process", 0) - f.get("allocated", 0) - idle
+        told = [f"{of['allocated']} are in use by tensors"] if "allocated" in f else []
+        told += [f"{show_bytes(idle)} are reserved by torch and free"] if "unallocated" in f else []
+        told += [f"{show_bytes(outside)} of this process lie outside of torch"] if "process" in f else []
+        told += [f"{show_bytes(others)} belong to other processes"] if others > 0 and "process" in f else []
+        cause = f"It lacks {show_bytes(more)}, which tensors must need less"
+        if "limit" in f and f.get("free", 0) >= f["asked"]:
+            cause = "The process set itself a limit (set_per_process_memory_fraction), which was reached"
+        elif more <= idle:
+            cause = "Fragmentation: torch has more than that free, in pieces that are each too small; try "
+            cause += "PYTORCH_ALLOC_CONF=expandable_segments:True first"
+        elif others >= more > 0:
+            cause = "Without the other processes it would have fitted"
+        script = self.script or "train.py"
+        last = (
+            f"Next: `execute rehearse {script} --gpu NAME` tells without a GPU what holds the memory, and "
+            "`simulate why` of its --json or --snapshot file explains that; on the GPU call "
+            'torch.cuda.memory._record_memory_history() first and torch.cuda.memory._dump_snapshot("s.pickle") '
+            "where it fails, then run `simulate why s.pickle`."
+        )
+        return first, f"{'; '.join(told)}. {cause}.".removeprefix(". "), last
+
+    def to_json(self) -> dict[str, Any]:
+        named = {f"{name}_bytes": n for name, n in self.figures.items()}
+        return {"kind": "message", "script": self.script, **named, "sentences": list(self.sentences())}
+
+
+def message_in(text: str, name: str) -> Message:
+    """Read the last such message in a text, such as a traceback. Raises SpecError if there is none."""
+    at = text.rfind("Tried to allocate")
+    if at < 0:
+        raise SpecError(
+            f"{name}: torch's words 'Tried to allocate ... GiB' are not there; give the whole message."
+        )
+    figures = {}
+    for key, patterns in FIGURES.items():
+        found = next(filter(None, (re.search(p, text[at : at + 2000]) for p in patterns)), None)
+        if found is not None:
+            figures[key] = int(float(found[1]) * UNITS[found[2]])
+    if "reserved" in figures and "allocated" in figures:
+        figures["unallocated"] = max(0, figures["reserved"] - figures["allocated"])
+    files = SCRIPT.findall(text[:at])
+    own = [f for f in files if "site-packages" not in f]
+    return Message(figures=figures, script=own[0] if own else "")

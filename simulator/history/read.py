@@ -1,0 +1,154 @@
+"""Tell what a file is, and read it as a `History`: a trace, a plan of one, a rehearsal, a snapshot, a measurement."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from simulator.allocator.replay import load_plain
+from simulator.history.export import snapshot_of
+from simulator.history.run import History
+from simulator.history.snapshot import history_of
+from simulator.prediction.ask import Question, problem_of
+from simulator.prediction.step import Prediction, predict
+from traces.errors import SpecError, TraceError
+from traces.records.measurement import Measurement
+from traces.records.plan import Plan
+
+KNOWN: Final = (
+    "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json` or `execute PLAN -o`"
+)
+# A rehearsal's words for what a trace calls otherwise.
+NAMES: Final = {
+    "parameters": "parameter",
+    "gradients": "gradient",
+    "activations": "activation",
+    "the rest": "other",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A history, and what it was read from, as far as more can be asked of that."""
+
+    history: History
+    prediction: Prediction | None = None
+    snapshot: Any = None
+
+
+def read(name: str, question: Question, trace: str | None = None) -> Source:
+    """Read what the name stands for.
+
+    Args:
+        name: a file, a directory, or a trace in the gallery.
+        question: under which settings and on which device a trace is looked at.
+        trace: of a plan.
+
+    Raises:
+        LowtideError: there is no such thing, it is damaged, or it is of no kind that is read here.
+    """
+    path = Path(name)
+    if not path.is_file():
+        return of_trace(name, None, question)
+    with path.open("rb") as file:
+        head = file.read(1)
+    if head == b"\x80" or path.suffix in (".pickle", ".pkl"):
+        data = load_plain(path)
+        found, device = history_of(data, name), question.device("cuda")
+        if device is not None:
+            outside = None if found.refused else device.context_bytes  # which a refusal tells
+            found = replace(found, device_bytes=device.memory_bytes, outside_bytes=outside)
+        return Source(history=found, snapshot=data)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise SpecError(f"{name}: this is none of what is read here: {KNOWN}.") from None
+    record = data.get("record") if isinstance(data, dict) else None
+    if record == "plan":
+        if trace is None:
+            raise SpecError(f"{name}: a plan is of a trace; name that with --trace.")
+        return of_trace(trace, path, question)
+    if record == "measurement":
+        return Source(history=_measured(name, Measurement.load(path)))
+    try:
+        rehearsals = data.get("rehearsals", [data])
+        ranks: Iterable[Any] = rehearsals.values() if isinstance(rehearsals, Mapping) else rehearsals
+        # Of several ranks the one that needs most; of the rehearsal of a plan that with the plan, which is the last.
+        chosen = max(enumerate(ranks), key=lambda kr: (kr[1]["gpu_bytes"], kr[0]))[1]
+        return Source(history=_rehearsed(name, chosen))
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        raise TraceError(f"{name}: this JSON is none of what is read here: {KNOWN}.") from None
+
+
+def of_trace(name: str, plan: Path | None, question: Question) -> Source:
+    """A trace with everything saved, or by its plan; the steady iteration."""
+    problem = problem_of(name, question.constraints)
+    setting = question.setting(problem.trace.meta)
+    c = predict(problem, setting, None if plan is None else Plan.load(plan))
+    return Source(history=of_prediction(c, name if plan is None else str(plan)), prediction=c)
+
+
+def of_prediction(c: Prediction, name: str) -> History:
+    """The steady iteration of the planned step. Memory outside of torch, and the device, are those of the question."""
+    data, since = snapshot_of(c)
+    h, device = history_of(data, name, since), c.setting.device
+    h = replace(
+        h,
+        kind="plan" if c.plan.changes else "trace",
+        where=h.where.partition(", in ")[2],
+        outside_bytes=None if device is None else device.context_bytes + device.reserve_bytes,
+        device_bytes=None if device is None else device.memory_bytes,
+    )
+    if c.setting.settings is None:  # a CPU
+        return replace(h, reserved=(), reserved_bytes=None, free=None)
+    return h
+
+
+def _measured(name: str, m: Measurement) -> History:
+    peaks = m.measured.peaks_bytes or (m.measured.peak_allocated_bytes or 0,)
+    return History(
+        name=name,
+        kind="measurement",
+        clock=tuple(100 * (k + 1) / len(peaks) for k in range(len(peaks))),
+        held_bytes=peaks,
+        peak_bytes=m.measured.peak_allocated_bytes or max(peaks),
+        parts={},
+        reserved=m.measured.reserved_bytes,
+        reserved_bytes=m.measured.peak_reserved_bytes,
+        notes=(f"{name} is a measurement, which knows the peak of each iteration and not what held it.",),
+    )
+
+
+def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
+    phases: Mapping[str, Mapping[str, int]] = r["iterations"][-1]["phases"]
+    peaks = {phase: p["requested_bytes"] for phase, p in phases.items()}
+    highest = max(peaks, key=peaks.__getitem__)
+    lines: Counter[str] = Counter()
+    for row in r["alive"]:
+        lines[row["line"]] += row["requested_bytes"]
+    lines[""] += max(
+        0, sum(r["at_the_peak"].values()) - lines.total()
+    )  # lines that were too small to be told
+    files: Counter[str] = Counter()
+    for line, n in lines.items():
+        files[line.partition(":")[0]] += n
+    categories = Counter({NAMES.get(k, k): n for k, n in r["at_the_peak"].items()})
+    parts = {"category": categories, "module": files, "line": lines}
+    return History(
+        name=name,
+        kind="rehearsal",
+        clock=tuple(100 * (k + 1) / len(peaks) for k in range(len(peaks))),
+        held_bytes=tuple(peaks.values()),
+        peak_bytes=peaks[highest],
+        where=highest,
+        parts={part: dict(of.most_common()) for part, of in parts.items()},
+        reserved=tuple(p["reserved_bytes"] for p in phases.values()),
+        reserved_bytes=phases[highest]["reserved_bytes"],
+        outside_bytes=r["outside_bytes"],
+        device_bytes=r["memory_bytes"],
+        notes=tuple(f"torch said: {text}" for text in [r["out_of_memory"]] if text),
+    )

@@ -1,0 +1,81 @@
+"""`History`: the memory of one run over time, and what held it at the peak, whatever the run was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Final
+
+from traces.files import to_json
+from traces.units import show_bytes
+
+PARTS: Final = ("category", "module", "line")  # what the bytes at the peak are told by
+UNNAMED: Final = "(nobody knows)"
+Parts = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """What torch had reserved at the peak and nobody held, in bytes; together it is reserved less requested."""
+
+    rounding_bytes: int  # of requests to multiples of 512
+    rests_bytes: int  # behind blocks of large segments, of up to 1 MiB: the allocator does not split them off
+    pieces_bytes: int  # in segments that hold something else, so that they cannot go back to the driver
+    pieces: int
+    largest_bytes: int  # of these
+    cached_bytes: int  # whole segments, which torch gives back before it gives up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A request that torch could not serve."""
+
+    asked_bytes: int
+    free_bytes: int  # that the device had left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """One run. Figures that this kind of run does not tell are None, or empty."""
+
+    name: str
+    kind: str  # trace, plan, rehearsal, snapshot, measurement
+    clock: tuple[float, ...]  # of each point: how much of the run's events is over, in percent
+    held_bytes: tuple[int, ...]  # the most that is requested at each point
+    peak_bytes: int
+    where: str = ""  # the peak, in words
+    parts: Parts  # bytes at the peak by each of PARTS, the largest first; "": nobody knows
+    reserved: tuple[int, ...] = ()  # bytes, by point
+    reserved_bytes: int | None = None  # at the peak
+    free: Free | None = None
+    refused: Refused | None = None
+    outside_bytes: int | None = None  # of the device's memory, what lies outside of torch; assumed
+    device_bytes: int | None = None  # all memory of the device
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it without its points."""
+        return {k: v for k, v in to_json(self).items() if k not in ("clock", "held_bytes", "reserved")}
+
+
+def parts_of(rows: Iterable[tuple[str, str, str, int]]) -> Parts:
+    """Rows of category, module, line and bytes, added up by each."""
+    found: tuple[Counter[str], ...] = (Counter(), Counter(), Counter())
+    for category, module, line, nbytes in rows:
+        for of, name in zip(found, (category, around(module), line), strict=True):
+            of[name] += nbytes
+    return {part: dict(of.most_common()) for part, of in zip(PARTS, found, strict=True)}
+
+
+def around(module: str) -> str:
+    """The repeated layer that a module is in: `bert.encoder.layer.3` of `bert.encoder.layer.3.output`."""
+    parts = module.split(".")
+    before = sum(1 for _ in takewhile(lambda part: not part.isdigit(), parts))
+    return ".".join(parts[: before + 1])
+
+
+def listed(of: Mapping[str, int], most: int) -> str:
+    """`1.00 GiB activation, 512.00 MiB parameter`: the first of those with names, in words."""
+    return ", ".join([f"{show_bytes(n)} {name}" for name, n in of.items() if n and name][:most])
