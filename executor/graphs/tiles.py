@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tracer.record.tiles import SIZES, Axis, Call, Found, packet
+from tracer.record.tiles import TURNED, VIEWS, Call, Found, packet
 from tracer.torch_api import FakeTensor
 from traces.records.trace import EFFECT, PRODUCT, ROWS
 
@@ -56,7 +54,7 @@ class Tiles:
         for start in range(0, found.rows, step):
             rows = min(step, found.rows - start)
             cuts = [_cut(x, found.inputs[n], start, rows) for n, x in inputs.items()]
-            into = [_cut(x, found.axes[n], start, rows) for n, x in out.items() if found.grows(n) == ROWS]
+            into = [_cut(x, found.lies[n], start, rows) for n, x in out.items() if found.grows(n) == ROWS]
             if start == 0:
                 sums = self.first(rows, *factor, *weights, *cuts, *into)
                 out.update(zip(_sums(found, call), sums, strict=True))
@@ -87,15 +85,17 @@ def _weight(loss: fx.Node, inputs: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
     return (of.take(target.clamp(0, of.numel() - 1)) * mask).sum()
 
 
-def _cut(x: torch.Tensor, axis: Axis | None, start: int, rows: int) -> torch.Tensor:
-    """So many rows of a tensor, from one on; a row that lies in several dimensions is in the first of them alone."""
-    if axis is None:
-        return x
-    if axis.span == 1:
-        return x.narrow(axis.dim, start * axis.unit, rows * axis.unit)
-    shape = list(x.shape)
-    shape[axis.dim : axis.dim + axis.span] = [rows, *[1] * (axis.span - 1)]
-    return x.flatten(axis.dim, axis.dim + axis.span - 1).narrow(axis.dim, start, rows).view(shape)
+def _cut(x: torch.Tensor, lies: int, start: int, rows: int) -> torch.Tensor:
+    """So many rows of a tensor, from one on; those of several dimensions are in the first of them alone."""
+    if lies <= 1:
+        return x.narrow(int(lies == TURNED), start, rows) if lies else x
+    shape = _sizes(x, rows, lies)
+    return x.flatten(0, lies - 1).narrow(0, start, rows).view(shape)
+
+
+def _sizes(x: torch.Tensor, rows: Any, lies: int) -> list[Any]:
+    """The sizes of a value in a tile."""
+    return [rows, *[1] * (lies - 1), *x.shape[lies:]]
 
 
 def _tile(found: Found, call: Call, *, again: bool) -> fx.GraphModule:
@@ -120,27 +120,14 @@ def _tile(found: Found, call: Call, *, again: bool) -> fx.GraphModule:
         target = n.target
         if n in found.losses and n.args[3] == MEAN_LOSS:
             args = (*args[:3], SUM_LOSS, *args[4:])
-        axis, sized = found.axes.get(n), SIZES.get(packet(n))
-        if axis is not None and sized is not None:
-            args = (*args[:sized], _sizes(graph, rows, n, axis), *args[sized + 1 :])
+        if packet(n) in VIEWS and (lies := found.lies.get(n)):
+            args = (args[0], _sizes(n.meta["val"], rows, lies))
         if n in sums and found.grows(n) == PRODUCT:
             target, args = aten.addmm_.default, (sums[n], *args)
         now[n] = graph.call_function(target, args, dict(kwargs))
-        if packet(n) is aten.mean and n in found.sums:
-            share = graph.call_function(operator.truediv, (rows, found.rows))
-            now[n] = graph.call_function(aten.mul_.Tensor, (now[n], share))
         if n in into:
             graph.call_function(aten.copy_.default, (into[n], now[n]))
         elif n in sums and found.grows(n) != PRODUCT:
             graph.call_function(aten.add_.Tensor, (sums[n], now[n]))
     graph.output(tuple(now[n] for n in ([] if again else _sums(found, call))))
     return fx.GraphModule({}, graph, class_name="LowtideTile")
-
-
-def _sizes(graph: fx.Graph, rows: fx.Node, n: fx.Node, axis: Axis) -> Sequence[Any]:
-    """The sizes of a value in a tile."""
-    sizes: list[Any] = list(n.meta["val"].shape)
-    if axis.unit != 1:
-        rows = graph.call_function(operator.mul, (rows, axis.unit))
-    sizes[axis.dim : axis.dim + axis.span] = [rows, *[1] * (axis.span - 1)]
-    return sizes

@@ -67,37 +67,6 @@ def shifted(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor
     return flat(logits[:, :-1].contiguous(), targets[:, 1:].contiguous())
 
 
-def masked_mean(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
-    each = -torch.log_softmax(logits.float(), -1)[..., 7] * (targets != 3)
-    return each.sum() / (targets != 3).sum()
-
-
-def gathered(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
-    return -torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).mean()
-
-
-def masked_each(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    each = functional.cross_entropy(logits.transpose(1, 2), targets, weight=weights, reduction="none")
-    some = targets != 5
-    return ((each * some).sum(1) / some.sum(1)).mean()
-
-
-def with_entropy(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
-    return (
-        flat(logits, targets)
-        - 0.1 * torch.distributions.Categorical(logits=logits, validate_args=False).entropy().mean()
-    )
-
-
-def clipped(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
-    ratio = (torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)) + 5.3).exp()
-    return -torch.min(ratio * 0.5, ratio.clamp(0.8, 1.2) * 0.5).mean()
-
-
-def weighed(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
-    return flat(logits, targets) * (2 + logits.mean().detach())
-
-
 HEADS: dict[str, Callable[[], Net]] = {
     "mean": lambda: Net(lambda x, t, w: flat(x, t)),
     "tied": lambda: Net(lambda x, t, w: flat(x, t), tied=True),
@@ -105,27 +74,7 @@ HEADS: dict[str, Callable[[], Net]] = {
     "sum": lambda: Net(lambda x, t, w: flat(x, t, reduction="sum") / 7),
     "ignored": lambda: Net(lambda x, t, w: flat(x, t, ignore_index=3)),
     "class weights": lambda: Net(lambda x, t, w: flat(x, t, weight=w)),
-    "smoothed": lambda: Net(lambda x, t, w: flat(x, t, label_smoothing=0.1)),
-    "z-loss": lambda: Net(with_z_loss),
     "softcap": lambda: Net(softcapped),
-    "shifted": lambda: Net(shifted, bias=True),
-    "weighed": lambda: Net(weighed),
-    "gathered": lambda: Net(gathered),
-    "of its own": lambda: Net(masked_mean),
-    "classes second": lambda: Net(
-        lambda x, t, w: functional.cross_entropy(x.transpose(1, 2), t, ignore_index=3)
-    ),
-    "shifted, classes second": lambda: Net(
-        lambda x, t, w: functional.cross_entropy(x[:, :-1].permute(0, 2, 1), t[:, 1:], weight=w)
-    ),
-    "shifted, smoothed": lambda: Net(
-        lambda x, t, w: functional.cross_entropy(
-            x[:, :-1].flatten(0, 1), t[:, 1:].flatten(), label_smoothing=0.1
-        )
-    ),
-    "each, masked": lambda: Net(masked_each, tied=True),
-    "entropy": lambda: Net(with_entropy),
-    "clipped": lambda: Net(clipped),
     "dropped": lambda: Net(lambda x, t, w: flat(functional.dropout(x, 0.3), t)),
 }
 
@@ -146,7 +95,7 @@ def in_tiles(of: Trace, number: int) -> Plan:
 
 
 # The others differ from one of these in an op or two.
-QUICK = ("mean", "class weights", "z-loss", "shifted, smoothed", "each, masked", "entropy", "dropped")
+QUICK = ("mean", "class weights", "softcap", "dropped")
 
 
 @pytest.mark.parametrize(
@@ -205,8 +154,26 @@ def largest(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor
     return flat(logits, targets) + logits.max()
 
 
-@pytest.mark.parametrize("loss", [across_rows, with_noisy, largest])
-def test_a_head_whose_rows_depend_on_each_other_is_none(loss: Callable[..., torch.Tensor]) -> None:
+def smoothed(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits, targets, label_smoothing=0.1)
+
+
+def each(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits, targets, reduction="none").mean()
+
+
+def clipped(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    """Its backward is not linear in the gradient of the loss."""
+    logits.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    return flat(logits, targets)
+
+
+@pytest.mark.parametrize(
+    "loss", [across_rows, with_noisy, largest, with_z_loss, smoothed, shifted, each, clipped]
+)
+def test_a_head_whose_rows_depend_on_each_other_or_of_another_loss_is_none(
+    loss: Callable[..., torch.Tensor],
+) -> None:
     assert trace(Net(loss), batch()).meta.stretches == ()
 
 
@@ -363,7 +330,7 @@ def test_what_a_tiled_stretch_leaves_is_recomputed_too(measurer: Measurer, tmp_p
     assert measurer.steady_peak(plan, tmp_path) == replay.timeline.peak_allocated_bytes < saved
 
 
-@pytest.mark.parametrize("head", ["tied", "z-loss"])
+@pytest.mark.parametrize("head", ["tied"])
 def test_under_autocast_the_error_is_that_of_autocast_and_one_rounding(head: str) -> None:
     torch.manual_seed(0)
     exact, given = HEADS[head](), batch()
