@@ -61,13 +61,8 @@ def efficient(dtype: Any) -> Any:
         (lambda: told(aten._softmax_backward_data.default, x(8, 64), x(8, 64), -1, torch.float32), (2048,)),
         (lambda: told(aten.native_layer_norm.default, x(64, 8).t(), [64], None, None, 1e-5), (2048,)),
         (lambda: told(aten.mm.default, x(8, 8), x(8, 8)), ()),
-        (lambda: told(aten.mm.default, x(8, 8), x(16, 16)[::2, ::2]), (256,)),
         (lambda: told(aten.mm.default, x(8, 8), x(8, 8), release=(2, 15)), (32 * MIB,)),
-        (lambda: told(aten.sum.default, x(8, 8, dtype=torch.bool)), (512,)),
         (lambda: told(aten.embedding_dense_backward.default, x(64, 8), x(64, dtype=torch.int64), 100, -1, False), ()),
-        (lambda: told(aten.add.Tensor, x(8, 8), x(8, 8)), ()),
-        (lambda: told(aten.mul.Tensor, x(8, 8), x(8, 8, dtype=torch.bool), on="cpu"), (256,)),
-        (lambda: told(aten.mul.Tensor, x(8, 8), x(8, 8, dtype=torch.bool)), ()),
     ],
 )  # fmt: skip
 def test_what_an_op_takes_beside_its_results(events: Any, inside: tuple[int, ...]) -> None:
@@ -76,7 +71,7 @@ def test_what_an_op_takes_beside_its_results(events: Any, inside: tuple[int, ...
     assert sum(found) > 0
 
 
-def test_an_embedding_of_many_words_sorts_them_on_cuda_and_no_rule_knows_a_convolution() -> None:
+def test_an_embedding_of_many_words_sorts_them_on_cuda_and_no_rule_knows_other_ops() -> None:
     words = x(4096, dtype=torch.int64)
     found = told(aten.embedding_dense_backward.default, x(4096, 8), words, 100, -1, False)
     assert -8 * 4096 in found
@@ -84,9 +79,7 @@ def test_an_embedding_of_many_words_sorts_them_on_cuda_and_no_rule_knows_a_convo
     assert (
         told(aten.convolution.default, image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1) is None
     )
-    # A view of what is in place makes nothing.
-    y = x(8)
-    assert approximate_events(of_call(aten.add_.Tensor, (y, y), {}, y), device("cpu"), (2, 13)) == ()
+    assert told(aten.add.Tensor, x(8), x(8)) is None
 
 
 class Attention(nn.Module):
