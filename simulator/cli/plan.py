@@ -113,8 +113,8 @@ def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
     c = found.planned
     lines = [
         f"{found.trace_name}: {describe(c.trace.meta)}",
+        *(f"{word:<8} {text}" for word, text in in_words(found)),
         *peaks_table(c, found.asked).lines(),
-        *(f"{word:<7} {text}" for word, text in in_words(found)),
         *at_sizes,
         *(f"warning {text}" for text in texts(c, but=UNTOUCHED)),
     ]
