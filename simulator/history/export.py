@@ -111,6 +111,7 @@ class _Film:
         self.held: dict[int, list[Block]] = {}  # by number, the older first
         self.begin_ns = 0
         self.told: dict[tuple[int, str], Frames] = {}
+        self.lines: dict[str, int] = {}  # of names: tools take frames of one line for the same
 
     def move_in(self, trace: Trace, sizes: tuple[int, ...]) -> None:
         """Ask for what is there before the first iteration."""
@@ -129,7 +130,7 @@ class _Film:
             s = of.pop(0) if of else -1
             category = sts.category[s] if s >= 0 else PARAMETER
             name = sts.name[s] if s >= 0 else "weights"
-            moved.append(self.malloc(size, 0, _frames(name, name.rpartition(".")[0], category)))
+            moved.append(self.malloc(size, 0, self.stack(name, name.rpartition(".")[0], category)))
 
     def play(self, asked: Requests, telling: _Telling, *, with_once: bool) -> None:
         """One iteration; with what is asked for once, or without."""
@@ -142,7 +143,7 @@ class _Film:
             while once and once[-1][0][0] <= k:
                 (_, size), step = once.pop()
                 late = self.trace.ops.phase[schedule.op[step]] == OPTIMIZER
-                state = _frames("the first step", "optimizer", OPTIMIZER_STATE)
+                state = self.stack("the first step", "optimizer", OPTIMIZER_STATE)
                 self.malloc(size, start_ns[step], state if late else self.frames(step, WORKSPACE))
             if k == count:
                 break
@@ -161,9 +162,14 @@ class _Film:
         if (step, category) not in self.told:
             op, again = self.replay.schedule.op[step], self.replay.schedule.recompute[step]
             ops = self.trace.ops
-            made = _frames(ops.name[op], ops.module[op], category, again)
+            made = self.stack(ops.name[op], ops.module[op], category, again)
             self.told[step, category] = made
         return self.told[step, category]
+
+    def stack(self, op: str, module: str, category: str, again: bool = False) -> Frames:
+        names = (op, module or NO_MODULE, category, *([AGAIN] if again else []))
+        lines = (self.lines.setdefault(name, len(self.lines) + 1) for name in names)
+        return [{"name": n, "filename": OURS, "line": line} for n, line in zip(names, lines, strict=True)]
 
     def malloc(self, size: int, at_ns: int, frames: Frames) -> Block:
         seen = len(self.allocator.segment_events)
@@ -229,11 +235,6 @@ class _Film:
                     "is_expandable": head.expandable, "frames": [], "blocks": blocks,
                 }  # fmt: skip
                 blocks = []
-
-
-def _frames(op: str, module: str, category: str, again: bool = False) -> Frames:
-    names = (op, module or NO_MODULE, category, *([AGAIN] if again else []))
-    return [{"name": name, "filename": OURS, "line": 0} for name in names]
 
 
 def perfetto_of(trace: Trace, replay: Replay) -> dict[str, Any]:

@@ -225,7 +225,8 @@ def test_an_exported_step_is_what_the_replay_says(recomputed: tuple[int, ...]) -
     assert again.segment_requests == recording.segment_requests
     for s in data["segments"]:
         assert s["total_size"] == sum(b["size"] for b in s["blocks"])
-    told = {f["name"] for e in data["device_traces"][0] for f in e["frames"]}
+    told = {f["name"]: f["line"] for e in data["device_traces"][0] for f in e["frames"]}
+    assert len({*told.values()}) == len(told)  # tools that group by file and line must not mix names
     assert (AGAIN in told) == bool(recomputed)
 
 
