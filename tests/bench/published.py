@@ -3,8 +3,8 @@
 python -m tests.bench.published [ROW ...] [-o FILE.json] [--table FILE.md] [--again] [--json]
 
 The rows are tests/published/rows.toml, the steps its build functions, and the loops tests/published/loops.py. Needs a
-CUDA build of torch; rows for another release than the one that is here stay as FILE has them, unless they are named.
-Every row is added to FILE as soon as it is there, and rows that FILE has are made again only if they are named or with
+CUDA build of torch; rows for another release than the one that is here stay as FILE has them, unless they are named, and
+those of torchtitan where TITAN does not name a checkout of it (tests/published/titan.py). Every row is added to FILE as soon as it is there, and rows that FILE has are made again only if they are named or with
 `--again`, so that table and page need no torch.
 """
 
@@ -23,6 +23,7 @@ import click
 
 from tracer.rehearsal import run
 from tracer.rehearsal.driver import find_cuda_torch
+from tracer.rehearsal.jobs import GPUS, Job
 from tracer.rehearsal.record import Peaks, Rehearsal
 from traces.errors import EnvironmentProblem, LowtideError
 from traces.provenance import REHEARSED
@@ -69,9 +70,11 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def rehearsed(row: Mapping[str, Any]) -> dict[str, int]:
     """The loop as it was measured, on the null driver."""
-    arguments = (row["build"], row["loop"], *row.get("arguments", ()))
+    script = FOLDER / row.get("script", LOOPS.name)
+    arguments = (*(row[word] for word in ("build", "loop") if word in row), *row.get("arguments", ()))
     iterations = row["iterations"]
-    found = _rehearsal(row["gpu"], iterations, arguments)
+    conf = row.get("alloc_conf", "")
+    found = _rehearsal(script, row["gpu"], iterations, arguments, row.get("ranks", 0), conf)
     phases = found.iterations[iterations - 1].phases
     peaks = Peaks(requested_bytes=0, allocated_bytes=0, reserved_bytes=0)
     for phase, figures in phases.items():
@@ -81,8 +84,13 @@ def rehearsed(row: Mapping[str, Any]) -> dict[str, int]:
 
 
 @lru_cache(maxsize=2)  # neighbours in the table
-def _rehearsal(gpu: str, iterations: int, arguments: tuple[str, ...]) -> Rehearsal:
-    return run.rehearse(str(LOOPS), gpu, script=True, arguments=arguments, iterations=iterations)
+def _rehearsal(
+    script: Path, gpu: str, iterations: int, arguments: tuple[str, ...], ranks: int, conf: str
+) -> Rehearsal:
+    job = Job(ranks=ranks, nodes=max(1, ranks // GPUS)) if ranks else None
+    return run.rehearse(
+        str(script), gpu, script=True, arguments=arguments, iterations=iterations, job=job, alloc_conf=conf
+    )
 
 
 def compared(found: Mapping[str, int], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +158,7 @@ def main(names: tuple[str, ...], output: Path | None, table: Path | None, again:
     here = release(needed=bool(names))
     for name, row in table_rows.items():
         wanted = name in names if names else here.startswith(row["torch"])
+        wanted = wanted and row.get("needs", "PATH") in os.environ
         if not wanted or (name in there and not names and not again):
             continue
         try:
