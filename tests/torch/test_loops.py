@@ -278,3 +278,26 @@ def test_averages_of_weights_that_a_step_closes_over_go_where_the_model_goes() -
     later = 1
     assert {x.device.type for x in (*average.parameters(), *shadow.values())} == {"meta"}
     assert data[0].device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_phases_are_told_apart_outside_of_compiled_code() -> None:
+    """Else dynamo would guard the phase in each compiled module, compile anew for each, and give up at its limit."""
+    from torch._dynamo.testing import CompileCounter
+    from torch.utils.checkpoint import checkpoint
+
+    from tracer.step.loop import Phases
+
+    counter, told = CompileCounter(), list[str]()
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    block = torch.compile(model, backend=counter, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.zeros(2, 4, requires_grad=True)
+    with Phases(told.append).telling():
+        for _ in range(2):
+            checkpoint(block, x, use_reentrant=False).sum().backward()  # runs in forward, and in backward
+            optimizer.step()
+    assert counter.frame_count == 1
+    step = ["backward", "optimizer", "optimizer"]
+    assert told == [*step, "forward", *step]
