@@ -8,9 +8,9 @@ from pathlib import Path
 from simulator.allocator.device import setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import describe, predict
-from simulator.report.charts import Figure, grouped
+from simulator.report.charts import Bar, grouped
 from simulator.report.page import Chart, Page, Section, Text, warned, write_page
-from simulator.report.step import memory, simulation_sections
+from simulator.report.step import simulation_sections
 from simulator.show.tables import FIGURES, Run, Table, beside
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import ALLOCATED, Plan
@@ -32,6 +32,7 @@ def write_measurement(
         measured_curve: (ns, live bytes) of one real step with the plan, drawn over the predicted memory.
 
     Raises:
+        EnvironmentProblem: a package that reports need is not installed.
         PlanError: the plan does not fit the trace.
     """
     m = measurement
@@ -50,15 +51,9 @@ def write_measurement(
         subtitle=f"{describe(trace.meta)} · planner {m.planner or 'none'}",
         sections=(
             Section(
-                "Predicted beside measured",
-                (
-                    *_texts(m, plan.meta),
-                    memory(c, measured_curve or ()),
-                    beside(runs, m.place),
-                    *_charts(m, runs),
-                ),
+                "Predicted beside measured", (*_texts(m, plan.meta), beside(runs, m.place), *_charts(m, runs))
             ),
-            *simulation_sections(c),
+            *simulation_sections(c, measured_curve),
             Section("Environment of the measurement", (Table(columns=("", "value"), rows=tuple(rows)),)),
         ),
     )
@@ -102,7 +97,7 @@ def _charts(m: Measurement, runs: Sequence[Run]) -> Iterator[Chart]:
         if m.measured.headline()[figure] is None or figure == "peak_block_bytes":
             continue
         bars = [
-            Figure(way, way, real, value, m.place if real else "")
+            Bar(way, way, real, value, m.place if real else "")
             for way, predicted, measured in runs
             for run, real in ((predicted, False), (measured, True))
             if (value := run.headline()[figure]) is not None

@@ -12,13 +12,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from traces.errors import LowtideError
+from traces.errors import EnvironmentProblem, LowtideError
 from traces.files import check_writable
+
+# Module -> package.
+PAGE_NEEDS: Final = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
@@ -104,6 +108,27 @@ class OutputFile(click.Path):
         return path
 
 
+class ReportFile(OutputFile):
+    """A page that is written in the end. Whether the packages are here that it needs is found out before the work."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        missing = [package for module, package in PAGE_NEEDS.items() if not _installed(module)]
+        if missing:
+            raise EnvironmentProblem(
+                f"--report {value}: a report needs {' and '.join(missing)}, not installed here; nothing was run. "
+                f"Install with `pip install {' '.join(missing)}`, or leave --report out."
+            )
+        return super().convert(value, param, ctx)
+
+
+def _installed(module: str) -> bool:
+    """Return whether a module can be found; it is not loaded."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # from a finder that refuses it
+        return False
+
+
 def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
     """A decorator that gives a command these options; it receives as `name` what `make` makes of their values."""
 
@@ -145,7 +170,7 @@ class Output:
 
 
 OUTPUT: Final = (
-    click.option("--report", type=OutputFile(), help="Write an HTML page to this file."),
+    click.option("--report", type=ReportFile(), help="Write an HTML page to this file."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of text."),
     click.option("-q", "--quiet", is_flag=True, help="Print no progress on stderr."),
 )

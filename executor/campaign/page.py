@@ -139,7 +139,7 @@ def errors(book: Book) -> Table:
 
 
 def write_campaign(path: str | Path, book: Book) -> Path:
-    """Write the page, whole or not at all."""
+    """Write the page, whole or not at all. Raises EnvironmentProblem if a package that reports need is missing."""
     found = [r.measurement for r in book.records if r.measurement is not None]
     on_gpu = any(m.provenance == MEASURED_CUDA for m in found)
     no_gpu = () if on_gpu else ("No figure on this page is a GPU's.",)

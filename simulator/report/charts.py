@@ -1,54 +1,264 @@
-"""The charts of all pages: every category, way to run the step and action has one colour on all of them."""
+"""The charts of all pages as Vega-Lite specifications, small enough to stand in a page.
+
+Every category, way to run the step and action has one colour on all charts. What a point or bar says when the pointer
+is over it comes ready as text. Every function returns a specification as plain data and raises EnvironmentProblem if
+altair is missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from simulator.allocator.requests import phases_of
 from simulator.core.problem import Replay, by_category
-from simulator.show import picture
+from simulator.report.page import needed
 from simulator.show.notebook import Points
-from simulator.show.picture import Axis, Bar, Line
 from traces.records.trace import CATEGORIES, PHASES, Trace
 from traces.units import GIB, bytes_unit, show_bytes, show_time
 
 COLOURS: Final = {
-    "parameter": picture.BLUE, "optimizer state": picture.PINK, "buffer": picture.GREY, "input": picture.GREEN,
-    "gradient": picture.ORANGE, "activation": picture.SKY, "other": picture.SAND, "workspace": "#5a4fcf",
-}  # fmt: skip
+    "parameter": "#4c78a8",
+    "optimizer state": "#8a6fb5",
+    "buffer": "#a8a29e",
+    "input": "#56a6a0",
+    "gradient": "#e9a23b",
+    "activation": "#d9614c",
+    "other": "#c9b79c",
+    "workspace": "#3f4657",
+}
 IS_SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
 UNABLE = "saved: may not be recomputed"
-ACTION_COLOURS: Final = {
-    IS_SAVED: picture.SKY,
-    RECOMPUTED: picture.RED,
-    REPLACED: picture.GREEN,
-    UNABLE: picture.GREY,
-}
+ACTION_COLOURS: Final = {IS_SAVED: "#94a3b8", RECOMPUTED: "#d9614c", REPLACED: "#56a6a0", UNABLE: "#3f4657"}
 # One hue for each way to run the step; the paler shade is always a prediction.
 WAY_COLOURS: Final = {
-    "save-all": ("#9cc4e4", picture.BLUE),
-    "plan": ("#f3b183", picture.RED),
-    "eager": ("#c9c9c9", picture.GREY),
+    "save-all": ("#c3d3e6", "#4c78a8"),
+    "plan": ("#f0c0b7", "#d9614c"),
+    "eager": ("#d6d3d1", "#78716c"),
 }
-BUDGET, RESERVED = ("budget", picture.RED, "6 4"), ("reserved", picture.PINK, "1 3")
-MOST_POINTS: Final = 1000  # of a drawn line: about as many as a page has pixels across
-ROOM: Final = 1.15  # above the highest, for names
+BUDGET_COLOUR, BOUND_COLOUR, MEASURED_COLOUR = "#b42318", "#3f4657", "#111827"
+LEVELS: Final = {"budget": (BUDGET_COLOUR, (6, 4)), "reserved": ("#5b21b6", (1, 3))}  # hue and dashes
+PLANNER_COLOUR, QUIET = "#d9614c", "#475467"
+PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
+MOST_POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
 
 
-def bytes_axis(title: str, top: int) -> Axis:
-    unit, name = bytes_unit(top)
-    return Axis(title=f"{title}, {name}", high=max(1, top) * ROOM, unit=unit)
+def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Any:
+    """A chart of rows with the named fields, `op:N ms:Q`; the rows are CSV inside it, smaller than JSON."""
+    alt = needed("altair")
+    kinds = dict(field.split(":") for field in fields.split())
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(kinds)
+    writer.writerows(rows)
+    parse = {name: "string" if kind == "N" else "number" for name, kind in kinds.items()}
+    return alt.Chart(
+        alt.InlineData(values=file.getvalue(), format=alt.CsvDataFormat(type="csv", parse=parse))
+    )
 
 
-def time_axis(title: str, top_ns: float) -> Axis:
-    """An axis of nanoseconds, in the unit in which times up to that read well."""
-    units = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))
-    unit, name = next(((u, n) for u, n in units if top_ns >= u), (1, "ns"))
-    return Axis(title=f"{title}, {name}", high=max(1.0, top_ns), unit=unit)
+def finish(chart: Any, *, height: int) -> dict[str, Any]:
+    """The specification at the page's full width, without the address of its schema."""
+    spec: dict[str, Any] = chart.properties(width="container", height=height).to_dict()
+    spec.pop("$schema", None)
+    spec.pop("config", None)
+    return {**spec, "autosize": {"type": "fit-x", "contains": "padding"}}
+
+
+def colour(field: str, colours: Mapping[str, str]) -> Any:
+    """The colour channel of a field whose values have these colours, in their order."""
+    scale = {"domain": list(colours), "range": list(colours.values())}
+    channel = needed("altair").Color(f"{field}:N").scale(**scale).title(None)
+    return channel if len(colours) > 1 else channel.legend(None)
+
+
+def time_unit(top_ns: float) -> tuple[int, str]:
+    """The unit in which times up to `top_ns` read well: its length in ns, its name."""
+    return next(((u, n) for u, n in ((10**9, "s"), (10**6, "ms"), (10**3, "µs")) if top_ns >= u), (1, "ns"))
+
+
+def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    there = set(names)
+    return {name: value for name, value in colours.items() if name in there}
+
+
+def _across(value: float, label: str, y: Any, hue: str, dash: Sequence[int]) -> list[Any]:
+    """A dashed line across at a value, with its name."""
+    base = drawn("y:Q label:N", [(value, label)])
+    look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11, "color": hue}
+    line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(y)
+    return [line, base.mark_text(**look).encode(y, text="label:N", x=needed("altair").value("width"))]
+
+
+# Bars
+
+
+def peak_by_category(parts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """A horizontal bar for each name, in the order given, stacked by category; its length is the peak."""
+    alt = needed("altair")
+    unit, title = bytes_unit(max([1, *(sum(p.values()) for p in parts.values())]))
+    there = [c for c in CATEGORIES if any(part.get(c) for part in parts.values())]
+    rows = [
+        (way, c, part[c] / unit, f"{show_bytes(part[c])} of {show_bytes(sum(part.values()))}", there.index(c))
+        for way, part in parts.items()
+        for c in there
+        if part.get(c)
+    ]
+    axis = {"labelLimit": 320, "ticks": False, "domain": False, "labelFontSize": 12}
+    chart = (
+        drawn("name:N series:N value:Q note:N rank:Q", rows)
+        .mark_bar(height={"band": 0.8})
+        .encode(
+            alt.X("value:Q").title(f"at the peak, {title}").axis(tickCount=10).stack("zero"),
+            alt.Y("name:N").sort(list(parts)).title(None).axis(**axis),
+            colour("series", {c: COLOURS[c] for c in there}),
+            alt.Order("rank:Q"),
+            tooltip=["name:N", "series:N", "note:N"],
+        )
+    )
+    return finish(chart, height=max(60, 22 * len(parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One figure of one way to run the step (a key of WAY_COLOURS) in one group, predicted or measured."""
+
+    group: str
+    way: str
+    measured: bool
+    value: float  # bytes or nanoseconds
+    where: str = ""  # the device, for the legend
+
+    @property
+    def series(self) -> str:
+        source = "measured" if self.measured else "predicted"
+        return f"{self.way}, {source}{' on ' + self.where if self.where else ''}"
+
+
+def grouped(
+    bars: Sequence[Bar],
+    title: str,
+    *,
+    group_title: str = "",
+    is_bytes: bool,
+    limits: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Grouped bars of bytes or times: predictions pale, measurements solid.
+
+    `limits`: the budget in bytes of each group, drawn as a line across it.
+    """
+    alt = needed("altair")
+    top = max([1.0, *(b.value for b in bars), *((limits or {}).values())])
+    unit, unit_name = bytes_unit(int(top)) if is_bytes else time_unit(top)
+    look = {b.series: WAY_COLOURS[b.way][b.measured] for b in sorted(bars, key=lambda b: b.measured)}
+    groups = list(dict.fromkeys(b.group for b in bars))
+    # Where the groups are the ways themselves, their bars stand side by side; else each series has its own place.
+    by_way = all(b.group == b.way for b in bars)
+    show = show_bytes if is_bytes else show_time
+    base = drawn(
+        "group:N series:N place:N size:Q note:N",
+        [
+            (b.group, b.series, int(b.measured) if by_way else b.series, b.value / unit, show(int(b.value)))
+            for b in bars
+        ],
+    )
+    x = alt.X("group:N").sort(groups).title(group_title or None).axis(labelAngle=0)
+    y = alt.Y("size:Q").title(f"{title}, {unit_name}").scale(domain=[0, top / unit * 1.12], nice=False)
+    offset = alt.XOffset("place:N").sort(["0", "1"] if by_way else list(look))
+    tooltip = ["group:N", "series:N", "note:N"]
+    layers = [base.mark_bar().encode(x, y, offset, colour("series", look), tooltip=tooltip)]
+    if limits:
+        marks = drawn(
+            "group:N size:Q note:N", [(g, v / unit, f"budget {show_bytes(v)}") for g, v in limits.items()]
+        )
+        tick = {"color": BUDGET_COLOUR, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
+        layers.append(marks.mark_tick(**tick).encode(x, y, tooltip=["note:N"]))
+    values = base.mark_text(baseline="bottom", dy=-3, fontSize=9, color=QUIET)
+    text = values.encode(x, y, offset, text=alt.Text("size:Q", format=",.2~f"))
+    return finish(alt.layer(*layers, text), height=290)
+
+
+# Points and lines
+
+
+def dots(
+    rows: Sequence[tuple[str, str, float, float, str]],
+    colours: Mapping[str, str],
+    x: Any,
+    y: Any,
+    *,
+    under: Sequence[Any] = (),
+    height: int = 320,
+) -> dict[str, Any]:
+    """A point for each (name, series, x, y, what the pointer shows) row, over other layers."""
+    shown = _present(colours, (r[1] for r in rows))
+    points = (
+        drawn("name:N series:N x:Q y:Q note:N", rows)
+        .mark_point(filled=True, size=55, opacity=0.75)
+        .encode(x, y, colour("series", shown), tooltip=["name:N", "series:N", "note:N"])
+    )
+    return finish(needed("altair").layer(*under, points), height=height)
+
+
+def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, Any]:
+    """Every activation as a point, idle time against size: rows are (op, action, idle ns, bytes)."""
+    alt = needed("altair")
+    unit, name = bytes_unit(max([1, *(r[3] for r in rows)]))
+    points = [(op, act, t / 1e6, b / unit, f"idle {show_time(t)}, {show_bytes(b)}") for op, act, t, b in rows]
+    x = alt.X("x:Q").title("idle between forward and backward, ms").axis(tickCount=12)
+    return dots(points, ACTION_COLOURS, x, alt.Y("y:Q").title(f"size, {name}"), height=250)
+
+
+def front(curves: Mapping[str, Points]) -> dict[str, Any]:
+    """Lines of added time in percent against budgets in GiB, by name."""
+    alt = needed("altair")
+    colours = dict(zip(curves, (BOUND_COLOUR, PLANNER_COLOUR), strict=False))
+    unit, name = bytes_unit(int(max(x for curve in curves.values() for x, _ in curve) * GIB))
+    points = [
+        (f"budget {show_bytes(round(x * GIB))}", line, x * GIB / unit, y, f"{y:+.2f} %")
+        for line, curve in curves.items()
+        for x, y in curve
+    ]
+    x = alt.X("x:Q").title(f"budget, {name}").scale(zero=False, nice=False, padding=12)
+    y = alt.Y("y:Q").title("added time, % of the step").scale(zero=True)
+    dash = alt.StrokeDash("series:N").scale(domain=list(curves), range=[[6, 4], [1, 0]]).title(None)
+    lines = (
+        drawn("name:N series:N x:Q y:Q note:N", points)
+        .mark_line(strokeWidth=1.6)
+        .encode(x, y, colour("series", colours), dash, order="x:Q")
+    )
+    return dots(points, colours, x, y, under=[lines])
+
+
+# Memory over the step
+
+
+def over_each_other(runs: Mapping[str, Sequence[tuple[float, int, int]]]) -> dict[str, Any]:
+    """What runs held over their length: of each point how much is over in percent, bytes in use and reserved."""
+    alt = needed("altair")
+    unit, unit_name = bytes_unit(max([1, *(n for points in runs.values() for p in points for n in p[1:])]))
+    colours = dict(zip(runs, (WAY_COLOURS["save-all"][1], PLANNER_COLOUR), strict=False))
+    rows = []
+    for name, points in runs.items():
+        clock, *columns = zip(*points, strict=True)
+        for kind, column in zip(("in use", "reserved"), columns, strict=True):
+            for k in thin(column, range(len(points))) if any(column) else ():
+                note = f"{name}, {kind}: {show_bytes(int(column[k]))}"
+                rows.append((clock[k], column[k] / unit, name, kind, note))
+    kinds = {kind: 0 for *_, kind, _ in rows}
+    dash = (
+        alt.StrokeDash("kind:N").scale(domain=list(kinds), range=[[1, 0], [2, 3]][: len(kinds)]).title(None)
+    )
+    x = alt.X("x:Q").title("share of the run's events, %").scale(domain=[0, 100], nice=False)
+    y = alt.Y("y:Q").title(unit_name).scale(zero=True)
+    look = {"interpolate": "step-after", "strokeWidth": 1.5}
+    base = drawn("x:Q y:Q run:N kind:N note:N", rows).mark_line(**look)
+    return finish(base.encode(x, y, colour("run", colours), dash, tooltip=["note:N"]), height=320)
 
 
 def thin(totals: Sequence[int], clock: Sequence[int]) -> tuple[int, ...]:
@@ -66,157 +276,110 @@ def thin(totals: Sequence[int], clock: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(there))
 
 
-def peak_by_category(parts: Mapping[str, Mapping[str, int]]) -> str:
-    """A bar for each name, in the order given, of the categories at its peak."""
-
-    def bar(category: str, nbytes: int) -> Bar:
-        return Bar(series=category, colour=COLOURS[category], value=nbytes, note=show_bytes(nbytes))
-
-    return picture.stacks({w: [bar(c, of[c]) for c in CATEGORIES if of.get(c)] for w, of in parts.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure of one way to run the step (a key of WAY_COLOURS) in one group, predicted or measured."""
-
-    group: str
-    way: str
-    measured: bool
-    value: float  # bytes or nanoseconds
-    where: str = ""  # the device, for the legend
-
-
-def grouped(
-    figures: Sequence[Figure],
-    title: str,
-    *,
-    group_title: str = "",
-    is_bytes: bool,
-    limits: Mapping[str, int] | None = None,
-) -> str:
-    """Bars of bytes or times by group: predictions pale, measurements solid; a budget is a line across its group."""
-    limits = limits or {}
-    top = max([1, *(int(b.value) for b in figures), *limits.values()])
-    axis = bytes_axis(title, top) if is_bytes else time_axis(title, top * ROOM)
-    show = show_bytes if is_bytes else show_time
-    groups: dict[str, list[Bar]] = {}
-    for b in figures:
-        source = ("measured" if b.measured else "predicted") + f" on {b.where}" * bool(b.where)
-        bar = Bar(
-            series=f"{b.way}, {source}",
-            colour=WAY_COLOURS[b.way][b.measured],
-            value=b.value,
-            note=show(int(b.value)),
-        )
-        groups.setdefault(b.group, []).append(bar)
-    return picture.bars(groups, axis, limits, title=group_title)
-
-
-def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> str:
-    """Every activation as a point, idle time against size: rows are (op, action, idle ns, bytes)."""
-    lines = []
-    for action, colour in ACTION_COLOURS.items():
-        of = [(op, t, n) for op, act, t, n in rows if act == action]
-        notes = [f"{op}: idle {show_time(t)}, {show_bytes(n)}" for op, t, n in of]
-        points = [(float(t), float(n)) for _, t, n in of]
-        lines += (
-            [Line(name=action, colour=colour, points=points, look=picture.DOTS, notes=notes)] if of else []
-        )
-    x = time_axis("idle between forward and backward", max([1, *(t for *_, t, _ in rows)]))
-    return picture.plot(lines, x, bytes_axis("size", max([1, *(n for *_, n in rows)])), height=280)
-
-
-def front(curves: Mapping[str, Points]) -> str:
-    """Lines of added time in percent against budgets in GiB, by name."""
-    lines = []
-    for (name, points), colour, dash in zip(
-        curves.items(), (picture.GREY, picture.RED), ("6 4", ""), strict=False
-    ):
-        notes = [f"budget {show_bytes(round(x * GIB))}: {y:+.2f} %" for x, y in points]
-        lines.append(Line(name=name, colour=colour, points=points, dash=dash))
-        lines.append(Line(name="", colour=colour, points=points, look=picture.DOTS, notes=notes))
-    all_x, all_y = zip(*(p for points in curves.values() for p in points), strict=True)
-    x = Axis(title="budget, GiB", low=min(all_x), high=max(all_x))
-    return picture.plot(
-        lines, x, Axis(title="added time, % of the step", low=min(0, *all_y), high=max(1.0, *all_y) * ROOM)
-    )
-
-
-def over_each_other(runs: Mapping[str, Sequence[tuple[float, int, int]]]) -> str:
-    """What runs held over their length: of each point how much is over in percent, bytes in use and reserved."""
-    lines = []
-    for (name, points), colour in zip(runs.items(), (picture.BLUE, picture.RED), strict=False):
-        clock, *columns = zip(*points, strict=True)
-        for kind, column, dash in zip(("in use", "reserved"), columns, ("", "1 3"), strict=True):
-            at = thin(column, range(len(points))) if any(column) else ()
-            drawn = [(clock[k], float(column[k])) for k in at]
-            lines += (
-                [Line(name=f"{name}, {kind}", colour=colour, points=drawn, look=picture.STEPS, dash=dash)]
-                if drawn
-                else []
-            )
-    top = max([1, *(n for points in runs.values() for p in points for n in p[1:])])
-    return picture.plot(
-        lines, Axis(title="share of the run's events, %", high=100), bytes_axis("memory", top), height=320
-    )
-
-
 def memory_over_step(
     trace: Trace,
     run: Replay,
-    beside: Replay | None,
-    levels: Mapping[tuple[str, str, str], int | None],
+    top_bytes: int,
+    end_ns: int,
+    levels: Mapping[str, int | None],
     measured_curve: Sequence[tuple[int, int]] = (),
-) -> str:
-    """Stacked areas by category over one step, with its phases and lines across.
+    name: str = "plan",
+) -> dict[str, Any]:
+    """Stacked areas by category over one step, with its phases, its peak, and lines across.
 
-    Each step is drawn at the most that is allocated while it runs. `beside`: the same step otherwise, as a line.
-    `levels`: names with their looks, and bytes. `measured_curve`: (ns, allocated bytes) of a real run.
+    Each step is drawn at the most that is allocated while it runs; charts with equal `top_bytes` and `end_ns` can be
+    compared. `levels`: keys of LEVELS, and bytes. `measured_curve`: (ns, allocated bytes) of a real run, drawn over the
+    areas.
     """
-    schedule, timeline = run.schedule, run.timeline
+    alt = needed("altair")
+    unit, unit_name = bytes_unit(top_bytes)
+    x = alt.X("ms:Q").axis(labelExpr="datum.label + ' ms'", tickCount=10, grid=False).title(None)
+    x = x.scale(domain=[0, end_ns / 1e6], nice=False)
+    scale = alt.Scale(domain=[0, top_bytes / unit * 1.2], nice=False)
+    y = alt.Y("y:Q").title(f"allocated, {unit_name}").scale(scale)
+    marks = [*_phases(trace, run, x), *_areas(trace, run, x, y, unit, name)]
+    for what, nbytes in levels.items():
+        if nbytes is not None:
+            text = f"{what} {nbytes / unit:,.2f} {unit_name}"
+            marks += _across(nbytes / unit, text, y, *LEVELS[what])
+    if measured_curve:
+        at = thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
+        curve = drawn("ms:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
+        look = {"interpolate": "step-after", "strokeWidth": 1.2, "color": MEASURED_COLOUR, "clip": True}
+        marks.append(curve.mark_line(**look).encode(x, y))
+    if len(run.schedule):
+        k = run.timeline.peak_step
+        peak = drawn("ms:Q y:Q", [(run.timeline.start_ns[k] / 1e6, run.timeline.peak_bytes[k] / unit)])
+        marks.append(peak.mark_point(filled=True, size=45, color=MEASURED_COLOUR, opacity=1).encode(x, y))
+    # With shift held, so that the page still scrolls under the pointer; a double click resets.
+    zoom = alt.selection_interval(
+        name=f"zoom_{name}", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]"
+    )
+    marks[0] = marks[0].add_params(zoom)
+    return finish(alt.layer(*marks), height=270)
+
+
+def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> list[Any]:
+    """The stacked areas, and a rule under the pointer that tells each of them."""
+    alt, schedule, timeline = needed("altair"), run.schedule, run.timeline
     running = list(by_category(trace, schedule, timeline))
-    at = thin(timeline.peak_bytes, timeline.start_ns)
-    clock = [*(timeline.start_ns[k] for k in at), timeline.step_time_ns]
-    there = [c for c in CATEGORIES if any(now[c] for now in running)]
-    floor, lines = [0.0] * len(clock), list[Line]()
-    for c in there:
-        upper = [b + n for b, n in zip(floor, [*(running[k][c] for k in at), running[-1][c]], strict=True)]
-        points = list(zip(clock, upper, strict=True))
-        lines.append(Line(name=c, colour=COLOURS[c], points=points, look=picture.AREA, below=floor))
-        floor = upper
-    others = [("measured", picture.INK, "", [*measured_curve])] if measured_curve else []
-    if beside is not None:
-        saved = zip(beside.timeline.start_ns, beside.timeline.peak_bytes, strict=True)
-        others.append(("everything saved", picture.INK, "4 3", [*saved]))
-    for name, colour, dash, curve in others:
-        kept = thin([n for _, n in curve], [t for t, _ in curve]) if curve else ()
-        drawn = [(float(curve[k][0]), float(curve[k][1])) for k in kept]
-        lines.append(Line(name=name, colour=colour, points=drawn, look=picture.STEPS, dash=dash))
-    known = {look: n for look, n in levels.items() if n is not None}
-    most = max([1, timeline.peak_allocated_bytes, *known.values(), *(n for *_, of in others for _, n in of)])
-    end = max([timeline.step_time_ns, *(of[-1][0] for *_, of in others if of)])
-    return picture.plot(
-        lines, time_axis("time", end), bytes_axis("allocated", most), height=340, bands=_phases(trace, run),
-        levels=[(n, f"{name} {show_bytes(n)}", colour, dash) for (name, colour, dash), n in known.items()],
-        strips=[(timeline.start_ns[k], _told(trace, run, k, running[k])) for k in at],
-    )  # fmt: skip
+    cats = [c for c in CATEGORIES if any(now[c] for now in running)]
+
+    def row(ms: float, k: int, total: int, op: str, now: Mapping[str, int]) -> tuple[object, ...]:
+        return ms, k, op, *(round(n / unit, 4) for n in (total, *(now[c] for c in cats)))
+
+    rows = [
+        row(
+            timeline.start_ns[k] / 1e6,
+            k,
+            timeline.peak_bytes[k],
+            trace.ops.name[schedule.op[k]] + (" (again)" if schedule.recompute[k] else ""),
+            running[k],
+        )
+        for k in thin(timeline.peak_bytes, timeline.start_ns)
+    ]
+    if rows:
+        ends = timeline.step_time_ns / 1e6, len(schedule), timeline.live_bytes[-1], "end of the step"
+        rows.append(row(*ends, running[-1]))
+    # A category's name may hold a space, which the list of fields splits at.
+    columns = {f"c{i}": c for i, c in enumerate(cats)}
+    base = drawn("ms:Q step:Q op:N total:Q " + " ".join(f"{column}:Q" for column in columns), rows)
+    areas = (
+        base.transform_fold(list(columns), as_=["column", "size"])
+        .transform_calculate(rank="toNumber(slice(datum.column, 1))")
+        .transform_calculate(category=f"{cats!r}[datum.rank]")
+        .transform_stack(stack="size", as_=["y", "above"], groupby=["step"], sort=[alt.SortField("rank")])
+        .mark_area(interpolate="step-after", line=False, clip=True)
+        .encode(x, y, alt.Y2("above:Q"), colour("category", {c: COLOURS[c] for c in cats}))
+    )
+    hover = alt.selection_point(
+        name=f"hover_{name}", on="pointerover", nearest=True, fields=["step"], empty=False, clear="pointerout"
+    )
+    tips = [alt.Tooltip("op:N"), alt.Tooltip("step:Q"), alt.Tooltip("ms:Q", format=",.3f")]
+    for column, c in {"total": "total", **columns}.items():
+        tips.append(alt.Tooltip(f"{column}:Q", title=f"{c}, {bytes_unit(unit)[1]}", format=",.3f"))
+    opacity = alt.condition(hover, alt.value(0.6), alt.value(0))
+    rule = base.mark_rule(color="#1f2430").encode(x, opacity=opacity, tooltip=tips).add_params(hover)
+    return [areas, rule]
 
 
-def _told(trace: Trace, run: Replay, step: int, now: Mapping[str, int]) -> str:
-    """What a step holds, in words."""
-    again = " (again)" if run.schedule.recompute[step] else ""
-    parts = ", ".join(f"{show_bytes(n)} {c}" for c, n in now.items() if n)
-    held = show_bytes(run.timeline.peak_bytes[step])
-    return f"{trace.ops.name[run.schedule.op[step]]}{again}, {show_time(run.timeline.start_ns[step])}: {held} ({parts})"
-
-
-def _phases(trace: Trace, run: Replay) -> list[tuple[float, float, str]]:
-    """Where each phase begins and ends; the optimizer's begins behind backward's last step."""
-    start_ns = [*run.timeline.start_ns, run.timeline.step_time_ns]
+def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
+    """Bands in the background, one a phase, with its name; the optimizer's begins behind backward's last step."""
+    alt, start_ns = needed("altair"), [*run.timeline.start_ns, run.timeline.step_time_ns]
     last = {phase: step for step, phase in enumerate(phases_of(trace, run.schedule))}
-    found, begin = list[tuple[float, float, str]](), 0
+    rows, begin = [], 0
     for phase in (p for p in PHASES if p in last):
         end = max(begin, last[phase] + 1)
-        found.append((start_ns[begin], start_ns[end], phase))
+        rows.append((phase, start_ns[begin] / 1e6, start_ns[end] / 1e6))
         begin = end
-    return found
+    base = drawn("phase:N ms:Q ms2:Q", rows)
+    fill = alt.Fill("phase:N").scale(domain=list(PHASES), range=list(PHASE_COLOURS)).legend(None)
+    bands = base.mark_rect(clip=True).encode(x, alt.X2("ms2:Q"), fill=fill)
+    # A phase too narrow for its name goes without.
+    names = (
+        base.transform_joinaggregate(end="max(ms2)")
+        .transform_filter("(datum.ms2 - datum.ms) / datum.end > 0.07")
+        .mark_text(align="left", baseline="top", dx=4, dy=3, color="#667085", fontSize=11, clip=True)
+        .encode(x, y=alt.value(0), text="phase:N")
+    )
+    return [bands, names]

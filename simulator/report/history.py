@@ -15,7 +15,7 @@ MOST_ROWS = 150
 
 
 def write_why(path: str | Path, found: Why) -> Path:
-    """Write the page, whole or not at all."""
+    """Write the page, whole or not at all; raises EnvironmentProblem if a package that reports need is missing."""
     h = found.history
     answer: tuple[Block, ...] = (*map(Text, found.sentences()), *warned(h.notes), _picture(h))
     parts = Section("What held it at the peak", tuple(found.tables(MOST_ROWS)))
@@ -25,7 +25,7 @@ def write_why(path: str | Path, found: Why) -> Path:
 
 
 def write_diff(path: str | Path, found: Diff) -> Path:
-    """Write the page."""
+    """Write the page, like `write_why`."""
     a, b = found.before, found.after
     peaks, *parts = found.tables(MOST_ROWS)
     answer = Section("Both peaks", (*warned(found.notes()), _picture(a, b), peaks))

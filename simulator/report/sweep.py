@@ -29,6 +29,9 @@ def write_sweep(
         sweep: the predictions, with measurements where something was run.
         root: the directory that the rows' `trace_path` and `plan_path` are relative to (default: that of `path`).
         measured_on: the device behind the measured figures, for their labels ("CPU", "NVIDIA H200").
+
+    Raises:
+        EnvironmentProblem: a package that reports need is not installed.
     """
     where = measured_on or "this sweep's device"
     sections = [
@@ -54,14 +57,14 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
     return (Text(note + source, "note"), *warned(sweep.warnings), sweep.table())
 
 
-def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Figure]:
+def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
     """Bars of one of RunFigures' figures, predicted and measured; unknown figures have no bar."""
     bars = []
     for row in sweep.rows:
         measured = [(way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured]
         for way, run, real in (("save-all", row.baseline, False), ("plan", row.plan, False), *measured):
             if (value := run.headline()[figure]) is not None:
-                bars.append(charts.Figure(str(row.batch_size), way, real, value, where if real else ""))
+                bars.append(charts.Bar(str(row.batch_size), way, real, value, where if real else ""))
     return bars
 
 

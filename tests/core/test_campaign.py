@@ -223,6 +223,8 @@ def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Pa
 
 
 def test_the_page_says_what_the_records_do(tmp_path: Path, machine: Machine) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
     machine.fails = {"t5-tiny": LowtideError("<script>broken")}
     told = call(cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c", "--report", tmp_path / "page.html")
     assert told.exit_code == 2

@@ -1,12 +1,16 @@
-"""--report: whether the page can be written is found out before the work, and what was measured is not lost with it."""
+"""--report: what a page needs is looked for before the work, and what was measured is not lost with the page."""
 
 from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,6 +18,7 @@ import executor.matching as matching
 import executor.plans as plans
 import executor.report as report
 from executor.cli.main import execute
+from simulator.cli.main import main as simulate
 from tests import tiny
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
@@ -25,6 +30,50 @@ FIGURES = RunFigures(peak_allocated_bytes=2, step_time_ns=3)
 
 def call(command: Any, *words: object) -> Result:
     return CliRunner().invoke(command, [str(w) for w in words])
+
+
+def reporting(command: click.Command) -> Iterator[click.Command]:
+    """The commands below this one that have --report."""
+    if any("--report" in p.opts for p in command.params):
+        yield command
+    for below in getattr(command, "commands", {}).values():
+        yield from reporting(below)
+
+
+# The input is not there either, and would be named if it were looked at first.
+COMMANDS: list[tuple[Any, tuple[str, ...]]] = [
+    (execute, ("run", NOTHING)),
+    (execute, ("sweep", NOTHING)),
+    (execute, ("campaign", NOTHING)),
+    (simulate, ("", NOTHING)),  # the default command
+    (simulate, ("sweep", NOTHING, "--batch-sizes", "8", "--budget", "80%")),
+    (simulate, ("compare", NOTHING, "--budget", "80%")),
+    (simulate, ("pareto", NOTHING)),
+    (simulate, ("levers", NOTHING)),
+]
+
+
+def test_the_list_of_commands_is_complete() -> None:
+    found = {c.name for group in (execute, simulate) for c in reporting(group)}
+    assert found == {words[0] for _, words in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), COMMANDS, ids=lambda x: x[0] if isinstance(x, tuple) else x.name
+)
+def test_a_missing_package_is_named_before_the_work(
+    command: Any, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    words = tuple(w for w in words if w)
+    result = call(command, *words, "--report", "page.html")
+    assert result.exit_code == 2
+    assert "page.html: a report needs altair and vl-convert-python" in result.stderr
+    assert "pip install altair vl-convert-python" in result.stderr
+    assert NOTHING not in result.stderr
+    assert (result.stdout, list(tmp_path.iterdir())) == ("", [])
 
 
 def test_a_page_that_cannot_be_made_is_named_before_the_work(tmp_path: Path) -> None:
@@ -39,9 +88,35 @@ def test_a_page_that_cannot_be_made_is_named_before_the_work(tmp_path: Path) -> 
     assert "is not a directory" in result.stderr
 
 
+def test_where_an_import_is_refused_nothing_is_run(tmp_path: Path) -> None:
+    """In a process whose finders refuse the packages, as a machine's might that never had them."""
+    code = (
+        "import sys\n"
+        "class Refusing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('altair', 'vl_convert'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Refusing())\n"
+        "from executor.cli.main import execute as main\n"
+        f"sys.argv = ['execute', {NOTHING!r}, '--report', 'page.html']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("Error: --report page.html: a report needs altair and vl-convert-python")
+
+
 def test_what_was_measured_is_printed_though_the_page_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("altair")
     plan = Plan(meta=tiny.chain(2).meta)
     measured = Measurement(
         model="m", options={}, planner="p", budget_bytes=None, fingerprint="f", device="cpu",

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = {"torch", "torchvision", "transformers"}
-HEAVY = TORCH | {"pandas", "numpy", "pyarrow"}
+HEAVY = TORCH | {"pandas", "altair", "vl_convert", "numpy", "pyarrow"}
 COMMANDS = {"trace": "tracer", "simulate": "simulator", "execute": "executor"}
 
 
@@ -60,7 +60,7 @@ def test_no_module_of_traces_or_simulator_imports_torch() -> None:
     names = [n for n in names if not n.endswith("__main__")]
     assert {"simulator.cli.main", "simulator.core.problem", "traces.records.trace"} <= set(names)
     code = "import importlib\n" + "\n".join(f"importlib.import_module({n!r})" for n in names)
-    assert not loaded_by(code) & (TORCH | {"pandas"})
+    assert not loaded_by(code) & (TORCH | {"pandas", "altair"})
 
 
 def test_listing_the_models_needs_no_torch() -> None:

@@ -234,13 +234,14 @@ def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> No
             ("compare", "--budget", "85%", "--planners", "mu-two,save-all"),
             ("mu-two", "save-all", "no plan; lowest peak"),
         ),
-        (("pareto", "--points", "4"), ("<svg", "certified bound", "one GiB less costs")),
+        (("pareto", "--points", "4"), ("vega", "certified bound", "one GiB less costs")),
         (("levers",), ("recompute", "no plan below")),
     ],
 )
 def test_the_pages_hold_the_figures_and_the_front_a_picture(
     directory: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
+    pytest.importorskip("vl_convert")
     page = tmp_path / "page.html"
     done = simulate(words[0], directory, *words[1:], "--report", page, "-q")
     assert done.exit_code == 0, done.output
