@@ -246,12 +246,14 @@ def _warnings(found: Rehearsal) -> list[str]:
 
 def describe(warning: PredictionWarning) -> str:
     """A rehearsal's warning as a sentence."""
-    from tracer.rehearsal.record import ASSUMED, ELSEWHERE, HOST_READ
+    from tracer.rehearsal.record import ASSUMED, ELSEWHERE, HOST_READ, MASK
 
     f = warning.figures
+    place = warning.subject or "code without a line in Python"
+    if warning.code == MASK:
+        return f"{place} asks what a mask selects, {f['times']} times, and is told all: the most that it can take."
     if warning.code == HOST_READ:
         told = "true" if f["told"] else "zero"
-        place = warning.subject or "code without a line in Python"
         return f"{place} reads {f['bytes']} bytes from the GPU, {f['times']} times, and is told {told}."
     if warning.code == ELSEWHERE:
         return f"{show_bytes(int(f['bytes']))} are on GPU {warning.subject}, which is not this rank's."

@@ -18,7 +18,7 @@ from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
 from tracer import trace
-from tracer.rehearsal.record import ASSUMED, HOST_READ, MISSING
+from tracer.rehearsal.record import ASSUMED, HOST_READ, MASK, MISSING
 from tracer.rehearsal.run import rehearse
 from traces.errors import LowtideError, SpecError
 from traces.records.plan import Plan
@@ -190,6 +190,30 @@ def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(t
     found, predicted = rehearse(spec, "h100"), untouched_peaks(api.simulate(trace(spec, target="h100")))
     assert found.steady.requested_bytes == predicted.steady.peak_allocated_bytes
     assert found.figures.peak_reserved_bytes == predicted.steady.peak_reserved_bytes
+
+
+def test_a_mask_selects_all_in_backward_too(tmp_path: Path) -> None:
+    train = script(
+        tmp_path,
+        """
+import torch
+x = torch.zeros(64, 1024, device="cuda", requires_grad=True)
+mask = torch.zeros(64, 1024, device="cuda", dtype=torch.bool)
+optimizer = torch.optim.SGD([x], lr=0.1)
+for _ in range(2):
+    chosen = x[mask]
+    assert len(chosen) == len(torch.where(mask)[0]) == mask.numel()
+    x.new_zeros(mask.shape).masked_scatter(mask, chosen).sum().backward()  # asks again in a thread of torch
+    optimizer.step()
+""",
+    )
+    found = rehearse(train, "h100", iterations=2)
+    assert {w.subject.partition(" ")[0]: w.figures for w in found.warnings if w.code == MASK} == {
+        "train.py:7": {"times": 2},
+        "train.py:8": {"times": 2},
+        "": {"times": 4},
+    }
+    assert not [w for w in found.warnings if w.code == HOST_READ]
 
 
 def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:

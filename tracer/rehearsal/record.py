@@ -15,6 +15,7 @@ from traces.records.plan import PredictionWarning
 
 # Codes of warnings.
 HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, and was told something
+MASK: Final = "rehearsal-mask"  # a mask was taken to select all
 # A library's buffers were counted as empty, since nobody knows their size.
 ASSUMED: Final = "rehearsal-assumed"
 # A function was asked for that the null driver has not, and torch did without.

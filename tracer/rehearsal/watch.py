@@ -24,6 +24,7 @@ from tracer.rehearsal.record import (
     ASSUMED,
     ELSEWHERE,
     HOST_READ,
+    MASK,
     MISSING,
     Alive,
     Communicator,
@@ -69,6 +70,7 @@ class Watch:
         self._optimizer = 0  # the first that stepped, by identity
         self._highest: dict[str, int] = {}  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
+        self._masks: Counter[str] = Counter()
         # Only a CUDA build has them, and only there does anybody watch.
         from tracer.torch_api import cuda_memory_stats, cuda_reset_peak_memory_stats
 
@@ -126,6 +128,7 @@ class Watch:
         when_cuda_begins(
             lambda: record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         )
+        masks = self._masks_select_all()
         self.begin()
         try:
             with (
@@ -143,6 +146,7 @@ class Watch:
                 record_memory_history(None)
             self._driver.null_on_read(_READ())
             stepped.remove()
+            del masks
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
         self._owned |= owned_by(optimizer)
@@ -171,9 +175,26 @@ class Watch:
         self._take()
         self._highest = {}
 
+    def _masks_select_all(self) -> torch.library.Library:
+        """While it lives, `nonzero` finds all elements, so that what a mask indexes is taken whole, the most it can be.
+        Counts: the result. Ignores: that its own temporaries exist beside it."""
+        library = torch.library.Library("aten", "IMPL")
+        kernel = torch.library.get_kernel("aten::nonzero", "CUDA")
+
+        def nonzero(keys: Any, mask: torch.Tensor) -> torch.Tensor:
+            reads = self._reads.copy()
+            kernel.call_boxed(keys, mask)
+            self._reads = reads  # of the number that it found
+            self._masks[_line_of(sys._getframe())[0]] += 1
+            return mask.new_empty((mask.dim(), mask.numel()), dtype=torch.long).t()
+
+        library.impl("nonzero", nonzero, "CUDA", with_keyset=True, allow_override=True)
+        return library
+
     def _on_read(self, size: int, told: int) -> int:
         """The host reads `size` bytes of the device, each of which would be `told`; returns what it is."""
-        where, text = _line_of(sys._getframe(1))
+        frame = sys._getframe().f_back  # none in autograd's thread, outside of functions of the user's own
+        where, text = _line_of(frame) if frame else ("", "")
         told = int(told and not any(word in text for word in _DOUBTS))
         self._reads[where, size, told] += 1
         return told
@@ -186,6 +207,7 @@ class Watch:
             (HOST_READ, where, {"bytes": size, "told": told, "times": times})
             for (where, size, told), times in self._reads.most_common(MOST_LINES)
         ]
+        found += [(MASK, where, {"times": n}) for where, n in self._masks.most_common(MOST_LINES)]
         found += [(ELSEWHERE, str(gpu), {"bytes": n}) for gpu, n in self.elsewhere().items()]
         found += [(ASSUMED, s, {}) for s in names(self._driver.null_assumed_names())]
         found += [(MISSING, s, {}) for s in names(self._driver.null_missing_names())]
