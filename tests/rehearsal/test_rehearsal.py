@@ -192,6 +192,23 @@ def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(t
     assert found.figures.peak_reserved_bytes == predicted.steady.peak_reserved_bytes
 
 
+def test_cublas_has_the_version_of_the_library_that_torch_loaded(tmp_path: Path) -> None:
+    train = script(
+        tmp_path,
+        """
+import ctypes, os, torch
+x = torch.zeros(8, 8, device="cuda", requires_grad=True)
+(x @ x).sum().backward()
+place = next(line.split()[-1] for line in open("/proc/self/maps") if "libcublasLt.so" in line)
+told, driver = ctypes.c_int(), ctypes.CDLL(os.environ["LD_PRELOAD"].split(os.pathsep)[0])
+driver.cublasGetVersion_v2(None, ctypes.byref(told))
+assert told.value == ctypes.CDLL(place).cublasLtGetVersion() > 0, told.value
+torch.optim.SGD([x], lr=0.1).step()
+""",
+    )
+    assert len(rehearse(train, "h100", iterations=1).iterations) == 1
+
+
 def test_a_mask_selects_all_in_backward_too(tmp_path: Path) -> None:
     train = script(
         tmp_path,

@@ -96,7 +96,6 @@ void *null_handle(void) {
   static uintptr_t next = 0x550000000000;
   return (void *)__sync_add_and_fetch(&next, 0x100);
 }
-void *null_real(const char *function) { return dlsym(RTLD_NEXT, function); }
 
 // ---- addresses ----------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+static void *loaded(const char *library, const char *function) {  // the real one, where torch has loaded the library
+  void *there = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  return there ? dlsym(there, function) : 0;
+}
+
 // ---- cuBLAS: torch itself allocates its workspaces ------------------------------------------------------------------
 
 int cublasGetMathMode(void *handle, int *mode) { return *mode = 0; }
 int cublasGetPointerMode_v2(void *handle, int *mode) { return *mode = 0; }
 int cublasGetVersion_v2(void *handle, int *version) {
-  size_t (*real)(void) = null_real("cublasLtGetVersion");
+  size_t (*real)(void) = loaded("libcublasLt.so.13", "cublasLtGetVersion");
+  if (!real) real = loaded("libcublasLt.so.12", "cublasLtGetVersion");
   *version = real ? (int)real() : 130000;
   return OK;
 }
@@ -46,9 +52,7 @@ int cudnnGetStream(void *handle, void **stream) {
 // which only a device has, are left out, and nothing is executed.
 static int no_cudnn() { return null_missing("cuDNN 9.8 or later"); }
 static int (*real(const char *function))() {
-  static void *library;
-  if (!library) library = dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_NOLOAD);  // which torch has loaded for itself
-  int (*found)() = library ? (int (*)())dlsym(library, function) : 0;
+  int (*found)() = (int (*)())loaded("libcudnn.so.9", function);
   return found ? found : no_cudnn;
 }
 enum { HANDLE = 0, CHAR = 24, DESCRIPTOR = 15 };                              // cudnnBackendAttributeType_t

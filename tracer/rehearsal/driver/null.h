@@ -22,6 +22,5 @@ unsigned long long null_setting(const char *key, unsigned long long otherwise);
 // A new number that stands for something of the device: a handle, a graph, a module.
 void *null_handle(void);
 // The function of that name in the library that this driver stands before; 0 if there is none.
-void *null_real(const char *function);
 // Describe the device as cuDNN's JSON has it.
 void null_describe(char *text, size_t size);
