@@ -18,6 +18,7 @@ from simulator.allocator.replay import GETS, GIVES_BACK, OUT_OF_MEMORY, RECORD, 
 from simulator.history.run import Free, History, Refused, parts_of
 from traces.errors import TraceError
 from traces.records.trace import ACTIVATION, OPTIMIZER_STATE, PARAMETER
+from traces.units import show_bytes
 
 BACKWARD, OTHER, EARLIER = "made in backward", "other", "from before the recording"
 # What `simulator.history.export` writes: the file of its frames, and the module of an op that has none.
@@ -53,12 +54,19 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
         device, events, _ = snapshot.of_device()
         if not events:
             raise TraceError(f"{source}: no events were recorded; {RECORD}.")
-        requested, reserved = _totals(snapshot, device, events, source)
+        before, requested, reserved = _totals(snapshot, device, events, source)
         refusals = [k for k, e in enumerate(events) if e.action == OUT_OF_MEMORY]
         at = refusals[-1] if refusals else max(range(since, len(events)), key=requested.__getitem__)
         blocks, areas = _there(snapshot, device, events, at)
         place, held = line_of(stack(events[at].frames))[1], parts_of([_held(*b) for b in blocks.values()])
     notes = []
+    if not any(e.frames for e in events):
+        held = {}
+        notes.append("It was recorded without stacks, so nobody knows who asked.")
+    if before:
+        notes.append(
+            f"When the recording began, {show_bytes(before)} were in use; an earlier peak is not in it."
+        )
     if (others := sum(map(bool, snapshot.device_traces)) - 1) > 0:
         notes.append(f"{others} other GPUs recorded events too; this is GPU {device}.")
     since = min(since, at)
@@ -81,8 +89,8 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
 
 def _totals(
     snapshot: Snapshot, device: int, events: Sequence[Event], source: str
-) -> tuple[list[int], list[int]]:
-    """Requested and reserved bytes after each event."""
+) -> tuple[int, list[int], list[int]]:
+    """Requested bytes before all events; requested and reserved bytes after each."""
     now = sum(_requested(b) for b in snapshot.in_use(device).values())
     there = sum(s.total_size for s in snapshot.segments if s.device == device)
     requested, reserved = [0] * len(events), [0] * len(events)
@@ -99,7 +107,7 @@ def _totals(
             there += size
     if min(now, there, *requested, *reserved) < 0:
         raise TraceError(f"{source}: events are missing, or the file is damaged; {RECORD}.")
-    return requested, reserved
+    return now, requested, reserved
 
 
 def _requested(block: Any) -> int:
@@ -108,7 +116,7 @@ def _requested(block: Any) -> int:
 
 def _there(snapshot: Snapshot, device: int, events: Sequence[Event], at: int) -> tuple[Blocks, list[Area]]:
     """The blocks in use after event `at`, and where segments were."""
-    blocks: Blocks = {a: (_requested(b), b.frames) for a, b in snapshot.in_use(device).items()}
+    blocks: Blocks = {a: (_requested(b), b.frames or None) for a, b in snapshot.in_use(device).items()}
     segments = [s for s in snapshot.segments if s.device == device]
     fixed = {s.address: s.total_size for s in segments if not s.is_expandable}
     edges: Counter[int] = Counter()  # of pages: +1 where some begin, -1 where they end

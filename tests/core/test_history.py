@@ -96,6 +96,7 @@ def test_what_was_there_is_undone_from_the_end() -> None:
         "line": {"": 8 * MIB + 1000, "net.py:7 forward": 4 * MIB},
     }
     assert h.where == "event 3 of 6"
+    assert h.notes == ("When the recording began, 8.00 MiB were in use; an earlier peak is not in it.",)
     f = h.free
     assert f is not None
     # 1000 B take 1024. Behind them 2 MiB - 1024 B, and behind the 4 MiB 8 MiB, are free.
@@ -129,6 +130,30 @@ def test_free_memory_is_told_by_why_it_is_free() -> None:
     whole = f.rounding_bytes + f.rests_bytes + f.pieces_bytes + f.cached_bytes
     assert h.reserved_bytes == h.peak_bytes + whole == 54 * MIB
     assert h.parts["category"] == {EARLIER: 19 * MIB + MIB // 2, "optimizer state": 512}
+
+
+def test_a_recording_without_stacks_says_so() -> None:
+    p = Program()
+    p.malloc(MIB)
+    h = history_of(p.snapshot(), "s")
+    assert h.parts == {}
+    assert h.notes == ("It was recorded without stacks, so nobody knows who asked.",)
+
+
+def test_the_iteration_around_the_peak_is_drawn() -> None:
+    # An optimizer step ends at 10 and at 20 us; the peak is between. The last two events are of the next iteration.
+    sizes = [
+        ("alloc", 0, 4, 5),
+        ("alloc", 8, 9, 15),
+        ("free_completed", 8, 9, 18),
+        ("alloc", 8, 3, 25),
+        ("alloc", 16, 3, 26),
+    ]
+    events = [event(action, at, n, FORWARD, time_us=t) for action, at, n, t in sizes]
+    data = made_up(*events, segments=[segment(0, block(0, 8, 4), block(8, 8, 3), block(16, 496, 3))])
+    steps = [{"stage": "END", "name": "Optimizer.step#SGD.step", "device": 0, "time_us": t} for t in (10, 20)]
+    h = history_of({**data, "external_annotations": steps}, "s")
+    assert (h.peak_bytes, h.held_bytes, h.clock) == (13, (13, 4), (0.0, 100.0))
 
 
 def test_a_refusal_is_where_one_looks() -> None:
