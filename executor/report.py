@@ -8,10 +8,9 @@ from pathlib import Path
 from simulator.allocator.device import setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import describe, predict
-from simulator.report.charts import Bar, grouped
-from simulator.report.page import Chart, Page, Section, Text, warned, write_page
-from simulator.report.step import simulation_sections
-from simulator.show.tables import FIGURES, Run, Table, beside
+from simulator.report.page import Block, Page, Section, Text, warned, write_page
+from simulator.report.step import memory, simulation_sections
+from simulator.show.tables import Table, beside
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import ALLOCATED, Plan
 from traces.records.trace import Trace, TraceMeta
@@ -46,14 +45,13 @@ def write_measurement(
     rows = [("device", m.device), ("provenance", m.provenance), ("plan for", m.fingerprint)]
     rows += [(k, v) for k, v in sorted(m.environment.items()) if v]
     rows += [(f"option {k}", str(v)) for k, v in sorted(m.options.items())]
+    answer: tuple[Block, ...] = *_texts(m, plan.meta), memory(c, measured_curve or ()), beside(runs, m.place)
     page = Page(
         title=f"{m.model}: predicted beside measured on {m.place}",
         subtitle=f"{describe(trace.meta)} · planner {m.planner or 'none'}",
         sections=(
-            Section(
-                "Predicted beside measured", (*_texts(m, plan.meta), beside(runs, m.place), *_charts(m, runs))
-            ),
-            *simulation_sections(c, measured_curve),
+            Section("Predicted beside measured", answer),
+            *simulation_sections(c),
             Section("Environment of the measurement", (Table(columns=("", "value"), rows=tuple(rows)),)),
         ),
     )
@@ -89,20 +87,3 @@ def _texts(m: Measurement, meta: TraceMeta) -> Iterator[Text]:
             "warning",
         )
     yield from warned(f"Beside the prediction: {text}" for text in m.warnings)
-
-
-def _charts(m: Measurement, runs: Sequence[Run]) -> Iterator[Chart]:
-    """A chart for each figure that was measured."""
-    for figure, (title, kind) in FIGURES.items():
-        if m.measured.headline()[figure] is None or figure == "peak_block_bytes":
-            continue
-        bars = [
-            Bar(way, way, real, value, m.place if real else "")
-            for way, predicted, measured in runs
-            for run, real in ((predicted, False), (measured, True))
-            if (value := run.headline()[figure]) is not None
-        ]
-        limited = figure == f"peak_{m.budget_of}_bytes" and m.budget_bytes is not None
-        limits = {"plan": m.budget_bytes or 0} if limited else None
-        spec = grouped(bars, title, is_bytes=kind == "bytes", limits=limits)
-        yield Chart(spec, title=title.capitalize())

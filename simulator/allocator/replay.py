@@ -118,6 +118,7 @@ class Event(
     stream: Natural = 0
     frames: Any = None  # the stack, the innermost first, unless it was not recorded
     free_bytes: Natural = 0  # of OUT_OF_MEMORY: what the device had left
+    time_us: int = 0  # of Unix time
 
 
 class Snapshot(Struct, frozen=True):
@@ -126,6 +127,7 @@ class Snapshot(Struct, frozen=True):
     segments: list[_Segment]
     device_traces: list[list[Any]]
     allocator_settings: Any = None
+    external_annotations: list[dict[str, Any]] = []  # of torch's profiler, such as the optimizer's steps
 
     def of_device(self) -> tuple[int, tuple[Event, ...], bool]:
         """The device that recorded most, its events, and whether these name their pools."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,12 +93,6 @@ class _Telling(Recorder):
                     self.storages[block] = s
 
 
-@dataclass(slots=True)
-class _Live:
-    block: Block
-    frames: Frames
-
-
 class _Film:
     """Plays requests to an allocator, and writes down what happens as torch does."""
 
@@ -107,7 +100,7 @@ class _Film:
         self.allocator = Allocator(settings)
         self.replay = replay
         self.events: list[dict[str, Any]] = []
-        self.live: dict[int, _Live] = {}  # by address
+        self.live: dict[int, tuple[Block, Frames]] = {}  # by address
         self.held: dict[int, list[Block]] = {}  # by number, the older first
         self.begin_ns = 0
         self.told: dict[tuple[int, str], Frames] = {}
@@ -177,11 +170,11 @@ class _Film:
         for e in self.allocator.segment_events[seen:]:
             self.note(e.action, e.address, e.size_bytes, at_ns, frames)
         self.note("alloc", block.address, size, at_ns, frames)
-        self.live[block.address] = _Live(block, frames)
+        self.live[block.address] = block, frames
         return block
 
     def free(self, block: Block, at_ns: int) -> None:
-        frames = self.live.pop(block.address).frames
+        _, frames = self.live.pop(block.address)
         for action in ("free_requested", "free_completed"):
             self.note(action, block.address, block.requested, at_ns, frames)
         self.allocator.free(block)
@@ -195,7 +188,7 @@ class _Film:
     def snapshot(self, alloc_conf: str) -> dict[str, Any]:
         """All of it, with the segments as they are in the end."""
         allocator, heads = self.allocator, dict[int, Block]()
-        there = [live.block for live in self.live.values()]
+        there = [block for block, _ in self.live.values()]
         for head in (*there, *allocator.small.blocks(), *allocator.large.blocks()):
             while head.prev is not None:
                 head = head.prev
@@ -213,26 +206,19 @@ class _Film:
         here: Block | None = head
         while here is not None:
             if here.mapped:
-                live = self.live.get(here.address)
+                block, frames = self.live.get(here.address, (None, []))
                 blocks.append(
-                    {"address": here.address, "size": here.size, "frames": live.frames if live else [],
-                     "requested_size": here.requested if live else 0,
-                     "state": "active_allocated" if live else "inactive"}
+                    {"address": here.address, "size": here.size, "requested_size": here.requested if block else 0,
+                     "state": "active_allocated" if block else "inactive", "frames": frames}
                 )  # fmt: skip
             here = here.next
             if blocks and (here is None or not here.mapped):
-                total, active = (
-                    sum(b[key] for b in blocks if b["state"] in states)
-                    for key, states in (
-                        ("size", ("inactive", "active_allocated")),
-                        ("size", ("active_allocated",)),
-                    )
-                )
+                used = sum(b["size"] for b in blocks if b["state"] != "inactive")
                 yield {
-                    "device": 0, "address": blocks[0]["address"], "total_size": total, "allocated_size": active,
-                    "active_size": active, "requested_size": sum(b["requested_size"] for b in blocks), "stream": 0,
-                    "segment_type": "small" if head.pool.small else "large", "segment_pool_id": (0, 0),
-                    "is_expandable": head.expandable, "frames": [], "blocks": blocks,
+                    "device": 0, "address": blocks[0]["address"], "total_size": sum(b["size"] for b in blocks),
+                    "allocated_size": used, "active_size": used, "stream": 0, "is_expandable": head.expandable,
+                    "requested_size": sum(b["requested_size"] for b in blocks), "segment_pool_id": (0, 0),
+                    "segment_type": "small" if head.pool.small else "large", "frames": [], "blocks": blocks,
                 }  # fmt: skip
                 blocks = []
 

@@ -6,6 +6,7 @@ A snapshot says which blocks are there in the end; undoing its events one by one
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,21 +70,34 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
         )
     if (others := sum(map(bool, snapshot.device_traces)) - 1) > 0:
         notes.append(f"{others} other GPUs recorded events too; this is GPU {device}.")
-    since = min(since, at)
-    count, e = len(events) - since, events[at]
+    begin, end = _iteration(snapshot, events, at)
+    begin = max(begin, min(since, at))
+    e, count = events[at], end - begin
     return History(
         name=source,
         kind="snapshot",
         clock=tuple(100 * k / max(1, count - 1) for k in range(count)),
-        held_bytes=tuple(requested[since:]),
+        held_bytes=tuple(requested[begin:end]),
         peak_bytes=requested[at],
         where=f"event {at + 1:,} of {len(events):,}" + f", in {place}" * bool(place),
         parts=held,
-        reserved=tuple(reserved[since:]),
+        reserved=tuple(reserved[begin:end]),
         reserved_bytes=reserved[at],
         free=_free(blocks, areas),
         refused=Refused(asked_bytes=e.size_bytes, free_bytes=e.free_bytes) if refusals else None,
         notes=tuple(notes),
+    )
+
+
+def _iteration(snapshot: Snapshot, events: Sequence[Event], at: int) -> tuple[int, int]:
+    """The iteration around event `at`, from one optimizer step's end to the next; all events, if none is known."""
+    ends = [
+        a["time_us"] for a in snapshot.external_annotations
+        if a.get("stage") == "END" and str(a.get("name")).startswith("Optimizer.step")
+    ]  # fmt: skip
+    turns = [bisect_right(events, t, key=lambda e: e.time_us) for t in ends]
+    return max((k for k in turns if k <= at), default=0), min(
+        (k for k in turns if k > at), default=len(events)
     )
 
 

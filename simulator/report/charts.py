@@ -22,29 +22,20 @@ from simulator.show.notebook import Points
 from traces.records.trace import CATEGORIES, PHASES, Trace
 from traces.units import GIB, bytes_unit, show_bytes, show_time
 
+# Okabe and Ito's colours, which the colour-blind tell apart, on white and on black.
+BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
+PINK, SKY, SAND, GREY = "#cc79a7", "#56b4e9", "#b8a13a", "#8c8c8c"
+INK, QUIET = "#111827", "#475467"  # which the page's style sheet turns over where it is dark
 COLOURS: Final = {
-    "parameter": "#4c78a8",
-    "optimizer state": "#8a6fb5",
-    "buffer": "#a8a29e",
-    "input": "#56a6a0",
-    "gradient": "#e9a23b",
-    "activation": "#d9614c",
-    "other": "#c9b79c",
-    "workspace": "#3f4657",
-}
+    "parameter": BLUE, "optimizer state": PINK, "buffer": GREY, "input": GREEN, "gradient": ORANGE,
+    "activation": SKY, "other": SAND, "workspace": "#5a4fcf",
+}  # fmt: skip
 IS_SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
 UNABLE = "saved: may not be recomputed"
-ACTION_COLOURS: Final = {IS_SAVED: "#94a3b8", RECOMPUTED: "#d9614c", REPLACED: "#56a6a0", UNABLE: "#3f4657"}
+ACTION_COLOURS: Final = {IS_SAVED: SKY, RECOMPUTED: RED, REPLACED: GREEN, UNABLE: GREY}
 # One hue for each way to run the step; the paler shade is always a prediction.
-WAY_COLOURS: Final = {
-    "save-all": ("#c3d3e6", "#4c78a8"),
-    "plan": ("#f0c0b7", "#d9614c"),
-    "eager": ("#d6d3d1", "#78716c"),
-}
-BUDGET_COLOUR, BOUND_COLOUR, MEASURED_COLOUR = "#b42318", "#3f4657", "#111827"
-LEVELS: Final = {"budget": (BUDGET_COLOUR, (6, 4)), "reserved": ("#5b21b6", (1, 3))}  # hue and dashes
-PLANNER_COLOUR, QUIET = "#d9614c", "#475467"
-PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
+WAY_COLOURS: Final = {"save-all": ("#9cc4e4", BLUE), "plan": ("#f3b183", RED), "eager": ("#c9c9c9", GREY)}
+LEVELS: Final = {"budget": (RED, (6, 4)), "reserved": (PINK, (1, 3))}  # hue and dashes
 MOST_POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
 
 
@@ -87,10 +78,16 @@ def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]
     return {name: value for name, value in colours.items() if name in there}
 
 
-def _across(value: float, label: str, y: Any, hue: str, dash: Sequence[int]) -> list[Any]:
-    """A dashed line across at a value, with its name."""
+def _across(value: float, label: str, y: Any, hue: str, dash: Sequence[int], under: bool) -> list[Any]:
+    """A dashed line across at a value, with its name above or under it."""
     base = drawn("y:Q label:N", [(value, label)])
-    look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11, "color": hue}
+    look = {
+        "align": "right",
+        "baseline": "top" if under else "bottom",
+        "dx": -4,
+        "dy": 4 if under else -3,
+        "color": hue,
+    }
     line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(y)
     return [line, base.mark_text(**look).encode(y, text="label:N", x=needed("altair").value("width"))]
 
@@ -176,7 +173,7 @@ def grouped(
         marks = drawn(
             "group:N size:Q note:N", [(g, v / unit, f"budget {show_bytes(v)}") for g, v in limits.items()]
         )
-        tick = {"color": BUDGET_COLOUR, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
+        tick = {"color": RED, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
         layers.append(marks.mark_tick(**tick).encode(x, y, tooltip=["note:N"]))
     values = base.mark_text(baseline="bottom", dy=-3, fontSize=9, color=QUIET)
     text = values.encode(x, y, offset, text=alt.Text("size:Q", format=",.2~f"))
@@ -217,7 +214,7 @@ def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, An
 def front(curves: Mapping[str, Points]) -> dict[str, Any]:
     """Lines of added time in percent against budgets in GiB, by name."""
     alt = needed("altair")
-    colours = dict(zip(curves, (BOUND_COLOUR, PLANNER_COLOUR), strict=False))
+    colours = dict(zip(curves, (GREY, RED), strict=False))
     unit, name = bytes_unit(int(max(x for curve in curves.values() for x, _ in curve) * GIB))
     points = [
         (f"budget {show_bytes(round(x * GIB))}", line, x * GIB / unit, y, f"{y:+.2f} %")
@@ -242,7 +239,7 @@ def over_each_other(runs: Mapping[str, Sequence[tuple[float, int, int]]]) -> dic
     """What runs held over their length: of each point how much is over in percent, bytes in use and reserved."""
     alt = needed("altair")
     unit, unit_name = bytes_unit(max([1, *(n for points in runs.values() for p in points for n in p[1:])]))
-    colours = dict(zip(runs, (WAY_COLOURS["save-all"][1], PLANNER_COLOUR), strict=False))
+    colours = dict(zip(runs, (BLUE, RED), strict=False))
     rows = []
     for name, points in runs.items():
         clock, *columns = zip(*points, strict=True)
@@ -279,47 +276,53 @@ def thin(totals: Sequence[int], clock: Sequence[int]) -> tuple[int, ...]:
 def memory_over_step(
     trace: Trace,
     run: Replay,
-    top_bytes: int,
-    end_ns: int,
+    beside: Replay | None,
     levels: Mapping[str, int | None],
     measured_curve: Sequence[tuple[int, int]] = (),
-    name: str = "plan",
 ) -> dict[str, Any]:
     """Stacked areas by category over one step, with its phases, its peak, and lines across.
 
-    Each step is drawn at the most that is allocated while it runs; charts with equal `top_bytes` and `end_ns` can be
-    compared. `levels`: keys of LEVELS, and bytes. `measured_curve`: (ns, allocated bytes) of a real run, drawn over the
-    areas.
+    Each step is drawn at the most that is allocated while it runs. `beside`: the same step otherwise, as a dashed line.
+    `levels`: keys of LEVELS, and bytes. `measured_curve`: (ns, allocated bytes) of a real run, as a line.
     """
-    alt = needed("altair")
-    unit, unit_name = bytes_unit(top_bytes)
+    alt, timeline = needed("altair"), run.timeline
+    curves = [([1, 0], list(measured_curve))] if measured_curve else []
+    if beside is not None:
+        curves.append(([4, 3], [*zip(beside.timeline.start_ns, beside.timeline.peak_bytes, strict=True)]))
+    known = {name: n for name, n in levels.items() if n is not None}
+    highest = (timeline.peak_allocated_bytes, *known.values(), *(n for _, curve in curves for _, n in curve))
+    unit, unit_name = bytes_unit(max(1, *highest))
+    end_ns = max([1, timeline.step_time_ns, *(curve[-1][0] for _, curve in curves if curve)])
     x = alt.X("ms:Q").axis(labelExpr="datum.label + ' ms'", tickCount=10, grid=False).title(None)
     x = x.scale(domain=[0, end_ns / 1e6], nice=False)
-    scale = alt.Scale(domain=[0, top_bytes / unit * 1.2], nice=False)
+    scale = alt.Scale(domain=[0, max(1, *highest) / unit * 1.2], nice=False)
     y = alt.Y("y:Q").title(f"allocated, {unit_name}").scale(scale)
-    marks = [*_phases(trace, run, x), *_areas(trace, run, x, y, unit, name)]
-    for what, nbytes in levels.items():
-        if nbytes is not None:
-            text = f"{what} {nbytes / unit:,.2f} {unit_name}"
-            marks += _across(nbytes / unit, text, y, *LEVELS[what])
-    if measured_curve:
-        at = thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
-        curve = drawn("ms:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
-        look = {"interpolate": "step-after", "strokeWidth": 1.2, "color": MEASURED_COLOUR, "clip": True}
-        marks.append(curve.mark_line(**look).encode(x, y))
+    marks = [*_phases(trace, run, x), *_areas(trace, run, x, y, unit)]
+    for name, nbytes in known.items():  # whose names must not run into each other
+        under = nbytes < max(known.values())
+        marks += _across(nbytes / unit, f"{name} {nbytes / unit:,.2f} {unit_name}", y, *LEVELS[name], under)
+    for dash, curve in curves:
+        at = thin([n for _, n in curve], [t for t, _ in curve]) if curve else ()
+        line = drawn("ms:Q y:Q", [(curve[k][0] / 1e6, curve[k][1] / unit) for k in at])
+        look = {
+            "interpolate": "step-after",
+            "strokeWidth": 1.2,
+            "color": INK,
+            "clip": True,
+            "strokeDash": dash,
+        }
+        marks.append(line.mark_line(**look).encode(x, y))
     if len(run.schedule):
-        k = run.timeline.peak_step
-        peak = drawn("ms:Q y:Q", [(run.timeline.start_ns[k] / 1e6, run.timeline.peak_bytes[k] / unit)])
-        marks.append(peak.mark_point(filled=True, size=45, color=MEASURED_COLOUR, opacity=1).encode(x, y))
+        k = timeline.peak_step
+        peak = drawn("ms:Q y:Q", [(timeline.start_ns[k] / 1e6, timeline.peak_bytes[k] / unit)])
+        marks.append(peak.mark_point(filled=True, size=45, color=INK, opacity=1).encode(x, y))
     # With shift held, so that the page still scrolls under the pointer; a double click resets.
-    zoom = alt.selection_interval(
-        name=f"zoom_{name}", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]"
-    )
+    zoom = alt.selection_interval(name="zoom", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]")
     marks[0] = marks[0].add_params(zoom)
-    return finish(alt.layer(*marks), height=270)
+    return finish(alt.layer(*marks), height=300)
 
 
-def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> list[Any]:
+def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int) -> list[Any]:
     """The stacked areas, and a rule under the pointer that tells each of them."""
     alt, schedule, timeline = needed("altair"), run.schedule, run.timeline
     running = list(by_category(trace, schedule, timeline))
@@ -353,13 +356,13 @@ def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> l
         .encode(x, y, alt.Y2("above:Q"), colour("category", {c: COLOURS[c] for c in cats}))
     )
     hover = alt.selection_point(
-        name=f"hover_{name}", on="pointerover", nearest=True, fields=["step"], empty=False, clear="pointerout"
+        name="hover", on="pointerover", nearest=True, fields=["step"], empty=False, clear="pointerout"
     )
     tips = [alt.Tooltip("op:N"), alt.Tooltip("step:Q"), alt.Tooltip("ms:Q", format=",.3f")]
     for column, c in {"total": "total", **columns}.items():
         tips.append(alt.Tooltip(f"{column}:Q", title=f"{c}, {bytes_unit(unit)[1]}", format=",.3f"))
     opacity = alt.condition(hover, alt.value(0.6), alt.value(0))
-    rule = base.mark_rule(color="#1f2430").encode(x, opacity=opacity, tooltip=tips).add_params(hover)
+    rule = base.mark_rule(color=INK).encode(x, opacity=opacity, tooltip=tips).add_params(hover)
     return [areas, rule]
 
 
@@ -367,19 +370,19 @@ def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
     """Bands in the background, one a phase, with its name; the optimizer's begins behind backward's last step."""
     alt, start_ns = needed("altair"), [*run.timeline.start_ns, run.timeline.step_time_ns]
     last = {phase: step for step, phase in enumerate(phases_of(trace, run.schedule))}
-    rows, begin = [], 0
+    rows, begin = list[tuple[str, float, float, float]](), 0
     for phase in (p for p in PHASES if p in last):
         end = max(begin, last[phase] + 1)
-        rows.append((phase, start_ns[begin] / 1e6, start_ns[end] / 1e6))
+        rows.append((phase, start_ns[begin] / 1e6, start_ns[end] / 1e6, 0.02 + 0.05 * (len(rows) % 2)))
         begin = end
-    base = drawn("phase:N ms:Q ms2:Q", rows)
-    fill = alt.Fill("phase:N").scale(domain=list(PHASES), range=list(PHASE_COLOURS)).legend(None)
-    bands = base.mark_rect(clip=True).encode(x, alt.X2("ms2:Q"), fill=fill)
+    base = drawn("phase:N ms:Q ms2:Q shade:Q", rows)
+    shade = alt.FillOpacity("shade:Q").scale(None).legend(None)
+    bands = base.mark_rect(clip=True, fill=INK).encode(x, alt.X2("ms2:Q"), fillOpacity=shade)
     # A phase too narrow for its name goes without.
     names = (
         base.transform_joinaggregate(end="max(ms2)")
         .transform_filter("(datum.ms2 - datum.ms) / datum.end > 0.07")
-        .mark_text(align="left", baseline="top", dx=4, dy=3, color="#667085", fontSize=11, clip=True)
+        .mark_text(align="left", baseline="top", dx=4, dy=3, color=QUIET, fontSize=11, clip=True)
         .encode(x, y=alt.value(0), text="phase:N")
     )
     return [bands, names]

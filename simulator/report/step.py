@@ -36,18 +36,19 @@ def write_step(path: str | Path, found: Answer) -> Path:
     installed.
     """
     c = found.planned
-    page = Page(
-        title=f"{c.trace.meta.model}: memory of one training step",
-        subtitle=describe(c.trace.meta) + f" · planner {c.plan.planner or 'none'}",
-        sections=(Section("Headline", headline(found)), *simulation_sections(c)),
+    answer: tuple[Block, ...] = (
+        Table(columns=("", "answer"), rows=tuple(in_words(found))),
+        memory(c),
+        peaks_table(c, found.asked, caption=PEAKS_CAPTION),
+        Text(provenance(c.trace) + " Every figure on this page is predicted.", "note"),
+        *warned(texts(c, but=UNTOUCHED)),
     )
-    return write_page(path, page)
+    title, subtitle = f"{c.trace.meta.model}: memory of one training step", describe(c.trace.meta)
+    return write_page(path, Page(title, subtitle, (Section("Answer", answer), *simulation_sections(c))))
 
 
 def write_study(path: str | Path, found: Study[Any]) -> Path:
-    """Write the page, whole or not at all; raises EnvironmentProblem if a package that reports need is not
-    installed.
-    """
+    """Write the page, whole or not at all; raises EnvironmentProblem like `write_step`."""
     problem, blocks = found.problem, list[Block]()
     if any(found.curves.values()):
         caption = (
@@ -58,16 +59,13 @@ def write_study(path: str | Path, found: Study[Any]) -> Path:
         blocks.append(Chart(charts.front(found.curves), caption))
     note = f"{provenance(problem.trace)} Every figure on this page is predicted; nothing was run."
     beside = Text(note, "note"), *warned(map(text, warnings_of(problem)))
-    answer = Section("Answer", (Text(found.words), *beside, *blocks, found.table))
+    answer = Section("Answer", (Text(found.words), *blocks, found.table, *beside))
     model = Section("Model and trace", (metadata(problem.trace),))
     return write_page(path, Page(found.short, describe(problem.trace.meta), (answer, model)))
 
 
-def simulation_sections(
-    c: Prediction, measured_curve: Sequence[tuple[int, int]] | None = None
-) -> tuple[Section, ...]:
+def simulation_sections(c: Prediction) -> tuple[Section, ...]:
     return (
-        Section("Memory over the step", memory_blocks(c, measured_curve)),
         Section("What holds the memory at the peak", peak_blocks(c)),
         Section("What is recomputed, and at what cost", recompute_blocks(c)),
         Section("Static analysis of activations", activation_blocks(c.step, c.plan)),
@@ -93,18 +91,7 @@ def metadata(trace: Trace) -> Table:
     return Table(columns=("", "value"), rows=tuple((rows | trace.describe()[1]).items()))
 
 
-# The headline
-
-
-def headline(found: Answer) -> tuple[Block, ...]:
-    """The figures to read first: peaks and times, what is said of them in words, and what must be said beside them."""
-    c = found.planned
-    return (
-        peaks_table(c, found.asked, caption=PEAKS_CAPTION),
-        Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
-        *warned(texts(c, but=UNTOUCHED)),
-        Table(columns=("", "in words"), rows=tuple(in_words(found))),
-    )
+# The answer
 
 
 def in_words(found: Answer) -> list[tuple[str, str]]:
@@ -113,20 +100,19 @@ def in_words(found: Answer) -> list[tuple[str, str]]:
     """
     c = found.planned
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
-    budget, time = ("budget", _budget(found)), show_time(after.step_time_ns)
+    lines, time = [("budget", _budget(found)), *_device(c)], show_time(after.step_time_ns)
     if not plan.changes:
-        return [budget, ("time", time), *_reserved(c), *_device(c)]
+        return [*lines, ("time", time), *_reserved(c)]
     added = show_percent(c.overhead_percent, signed=True)
     others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
     swapped = "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
     again = f"{len(plan.recomputed)} values recomputed by {after.recomputed_ops} op runs{swapped}"
-    lines = [budget, *(("rewrite", line) for line in rewrites_in_words(c.trace, plan))]
     lines.append(("time", f"{show_time(before.step_time_ns)} -> {time} ({added})"))
-    lines.append(("plan", f"{plan.planner}: {again}, found in {found.solve_seconds:.2f} s"))
     if found.bound is not None and found.gap_points is not None:
         within = f"this one is within {found.gap_points:.2f} points of it"
         lines.append(("bound", f"{found.bound.least('for this budget ')}; {within}"))
-    return [*lines, *_reserved(c), *_device(c)]
+    lines.append(("plan", f"{plan.planner}: {again}, found in {found.solve_seconds:.2f} s"))
+    return [*lines, *(("rewrite", line) for line in rewrites_in_words(c.trace, plan)), *_reserved(c)]
 
 
 def _budget(found: Answer) -> str:
@@ -178,51 +164,23 @@ def _device(c: Prediction) -> list[tuple[str, str]]:
 # Memory over the step, and at its peak
 
 
-def memory_blocks(
-    c: Prediction, measured_curve: Sequence[tuple[int, int]] | None = None
-) -> tuple[Block, ...]:
-    """Two stacked areas with common scales, with everything saved and with the plan."""
-    runs = (
-        ("saved", "Everything saved", c.trace, c.saved, c.saved_fit.figures()),
-        ("plan", "With the plan", c.step.trace, c.planned, c.planned_fit.figures()),
-    )
-    curve, planned_ns = measured_curve or (), c.planned.timeline.step_time_ns
-    if curve and curve[-1][0] > 0:  # its end is drawn at the end of the planned step
-        curve = tuple((t * planned_ns // curve[-1][0], b) for t, b in curve)
-    levels = [f.peak_reserved_bytes or 0 for *_, f in runs]
-    peaks = [run.timeline.peak_allocated_bytes for *_, run, _ in runs]
-    top_bytes = max([1, c.budget_bytes or 0, *levels, *peaks, *(b for _, b in curve)])
-    end_ns = max([1, *(run.timeline.step_time_ns for *_, run, _ in runs)])
-    text = (
-        "Bytes allocated while each op runs, by category. Long timelines are thinned so that the highest and the "
-        "lowest point of every stretch stay. Drag to move, hold Shift and turn the wheel to zoom, double-click to "
-        "reset."
-    )
-    if curve:
+def memory(c: Prediction, measured_curve: Sequence[tuple[int, int]] = ()) -> Chart:
+    """The step over its time: the planned one by category, the one with everything saved as a line."""
+    planned_ns, figures = c.planned.timeline.step_time_ns, c.planned_fit.figures()
+    text = "Areas: what is allocated while each op runs, by category. Drag to move, turn the wheel with Shift to zoom."
+    if c.plan.changes:
+        text += " Dashed line: the same step with everything saved."
+    if measured_curve and measured_curve[-1][0] > 0:  # its end is drawn at the end of the planned step
+        measured_curve = tuple((t * planned_ns // measured_curve[-1][0], b) for t, b in measured_curve)
         text += (
-            " The black line is what a real step had allocated; the profiler that records it slows the step, so its "
-            "clock is scaled to the predicted length."
+            " Solid line: what a real step had allocated; the profiler that records it slows the step, so its clock is "
+            "scaled to the predicted length."
         )
-    if any(levels):
-        text += " The dotted line is what the caching allocator has reserved once the step has settled."
-    return (
-        Text(text),
-        *(
-            Chart(
-                charts.memory_over_step(
-                    trace,
-                    run,
-                    top_bytes,
-                    end_ns,
-                    {"budget": c.budget_bytes, "reserved": figures.peak_reserved_bytes},
-                    curve if name == "plan" else (),
-                    name,
-                ),
-                title=f"{title}: peak {show_bytes(run.timeline.peak_allocated_bytes)}{_at(trace, run)}",
-            )
-            for name, title, trace, run, figures in runs
-        ),
-    )
+    if figures.peak_reserved_bytes:
+        text += " Dotted: what the caching allocator has reserved once the step has settled."
+    levels = {"budget": c.budget_bytes, "reserved": figures.peak_reserved_bytes}
+    beside = c.saved if c.plan.changes else None
+    return Chart(charts.memory_over_step(c.step.trace, c.planned, beside, levels, measured_curve), text)
 
 
 def _at(trace: Trace, run: Replay) -> str:

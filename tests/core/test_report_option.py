@@ -50,6 +50,8 @@ COMMANDS: list[tuple[Any, tuple[str, ...]]] = [
     (simulate, ("compare", NOTHING, "--budget", "80%")),
     (simulate, ("pareto", NOTHING)),
     (simulate, ("levers", NOTHING)),
+    (simulate, ("why", NOTHING)),
+    (simulate, ("diff", NOTHING, NOTHING)),
 ]
 
 
