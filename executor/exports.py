@@ -6,8 +6,7 @@ the CPU, or for a GPU's plan on the null driver (`tracer.measure.untouched`).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import replace
 from pprint import pformat
 from typing import Any, Final
@@ -17,7 +16,6 @@ from simulator.planners.segments import block_paths
 from tracer.measure.untouched import untouched_loop
 from tracer.record.step import recorded_again
 from tracer.rehearsal import run_on_null_driver
-from tracer.step.loop import TrainingStep
 from tracer.step.step import load_spec
 from traces.devices import board_of
 from traces.devices import device as device_entry
@@ -26,13 +24,7 @@ from traces.provenance import rehearsing
 from traces.records.plan import Plan
 
 EVERY: Final = 4  # layers of which one is checkpointed, at most, in what is listed
-Saved = Mapping[str, Mapping[str, tuple[int, ...]]]  # block -> op -> which of its calls there are saved
-
-FILE: Final = '''"""Selective activation checkpointing of {model}, made from a plan by `execute export`.
-
-    from {{this file}} import apply
-    apply(model)  # once, before training
-"""
+FILE: Final = '''"""Selective activation checkpointing of {model}, made from a plan: import apply from here."""
 
 import functools
 from collections import Counter
@@ -56,6 +48,7 @@ def _contexts(saved):
 
 
 def apply(model):
+    """Change the model, once, before it is trained."""
     for path, saved in SAVED.items():
         block = model.get_submodule(path)
         more = {{"context_fn": functools.partial(_contexts, saved)}} if saved else {{}}
@@ -65,10 +58,8 @@ def apply(model):
 
 
 def exports(plan: Plan, model: str = "") -> dict[str, Any]:
-    """Return the object that `execute export --json` prints, with the file as `policy`.
-
-    Args:
-        model: is built instead of what the plan names.
+    """Return the object that `execute export --json` prints, with the file as `policy`. `model`: is built instead of
+    what the plan names.
 
     Raises:
         PlanError: the plan has rewrites; the model has no repeated blocks, or is another than the plan's.
@@ -94,49 +85,50 @@ def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
     if trace.meta.graph_fingerprint != meta.graph_fingerprint:
         raise PlanError("the model's graph is not the plan's; export a plan of this model as it is here.")
     problem = Problem(trace)
-    block = block_paths(trace.ops.module[: problem.forward_end])
-    saved, blocks = _saved(problem, given, block), list(dict.fromkeys(block.values()))
-    if not blocks:
+    block, replayed = block_paths(trace.ops.module[: problem.forward_end]), problem.replay(given.actions)
+    if not block:
         raise PlanError("the model has no repeated blocks (layers.0, layers.1, ...) to checkpoint.")
-    build = load_spec(model or meta.model, dict(meta.options), seed=meta.seed)
+    blocks, saved = list(dict.fromkeys(block.values())), _saved(problem, replayed.schedule, block)
+    build, made = load_spec(model or meta.model, dict(meta.options), seed=meta.seed), dict[str, Any]()
     file = FILE.format(model=meta.model, saved=pformat(saved, width=110, sort_dicts=False))
+    exec(file, made)
 
-    def checkpointed(device: str) -> TrainingStep:
-        made: dict[str, Any] = {}
-        exec(file, made)
+    def checkpointed(device: str) -> Any:
         step = build.make(device)
         made["apply"](step.model)
         return step
 
     peak, _ = untouched_loop(replace(build, make=checkpointed), meta.device)
     fits = None if budget is None else peak <= budget
-    ways = [{"kind": "policy", "setting": f"{len(saved)} blocks", "peak_bytes": peak, "within_budget": fits}]
-    for n in range(1, min(EVERY, len(blocks)) + 1):
-        setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks[::n])}"
-        ways.append({"kind": "layers", "setting": setting})
+    every = {n: ", ".join(blocks[::n]) for n in range(1, min(EVERY, len(blocks)) + 1)}
     return {
         "budget_bytes": budget,
-        "plan_peak_bytes": problem.replay(given.actions).timeline.peak_allocated_bytes,
+        "plan_peak_bytes": replayed.timeline.peak_allocated_bytes,
         "untouched_peak_bytes": untouched_loop(build, meta.device)[0],
         "policy": file,
-        "exports": ways,
+        "exports": [
+            {"kind": "policy", "setting": f"{len(saved)} blocks", "peak_bytes": peak, "within_budget": fits},
+            *(
+                {"kind": "layers", "setting": f"gradient_checkpointing_enable(every_n_layers={n}): {of}"}
+                for n, of in every.items()
+            ),
+        ],
     }
 
 
-def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
-    """Return, for each block, the calls whose results the plan saves: those that are there when forward has ended.
-    Blocks of which it saves everything that backward reads are left alone.
+def _saved(problem: Problem, schedule: Any, block: dict[str, str]) -> dict[str, dict[str, list[int]]]:
+    """Return, for each block, the calls whose results the plan saves: op -> which of its calls there. Those of which it
+    saves everything that backward reads are left alone.
     """
-    ops, schedule = problem.trace.ops, problem.replay(plan.actions).schedule
-    there = schedule.made_by(schedule.forward_steps)
-    seen: dict[str, Counter[str]] = defaultdict(Counter)
-    saved: dict[str, dict[str, tuple[int, ...]]] = {path: {} for path in block.values()}
+    ops, there = problem.trace.ops, schedule.made_by(schedule.forward_steps)
+    calls = Counter[tuple[str, str]]()
+    saved: dict[str, dict[str, list[int]]] = {path: {} for path in block.values()}
     partly = set()
     for op in (op for op in range(problem.forward_end) if ops.module[op] in block):
         path, makes, target = block[ops.module[op]], problem.creates[op], ops.target[op]
         if any(s in there for s in makes):
-            saved[path][target] = (*saved[path].get(target, ()), seen[path][target])
+            saved[path].setdefault(target, []).append(calls[path, target])
         if any(s not in there for s in makes if problem.saved_by_default[s]):
             partly.add(path)
-        seen[path][target] += 1
+        calls[path, target] += 1
     return {path: calls for path, calls in saved.items() if path in partly}

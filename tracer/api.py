@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 from tracer.step.loop_options import LOOP_OPTIONS
 from tracer.step.step import BuildStep, check_device, load_spec
@@ -43,32 +40,9 @@ class Options(TypedDict, total=False):
     join_loss: bool | None
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _names_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the same for Python: what it refuses names arguments where the command would name flags
-    (`inspect.unwrap`).
-    """
-    arguments = (*signature(function).parameters, *Options.__annotations__)
-    names = "|".join(sorted(arguments, reverse=True)).replace("_", "-")  # batch-size before batch
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except LowtideError as error:
-            error.args = (re.sub(rf"--({names})\b", lambda m: m[1].replace("-", "_"), str(error)),)
-            raise
-
-    return call
-
-
 GPU_UNKNOWN: Final = "h200"  # whose table entry a GPU has whose name is not known before it is measured
 
 
-@_names_arguments
 @one_at_a_time
 def trace(
     model: nn.Module | str,
@@ -213,7 +187,6 @@ def trace_there(folder: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
     return {"said": said}
 
 
-@_names_arguments
 @one_at_a_time
 def trace_shapes(
     model: str,

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from executor.backend import REPLAN, Compiler, Say, check_parts, on_stderr
-from executor.fitting.gradient_errors import plan_measured
 from executor.training.module import bare, compiler_of, install
 from executor.training.planning import Clock, Wanted, in_words, plan_within, record
 from simulator.core.limits import DEFAULTS
@@ -36,7 +35,6 @@ def fit(
     release_gradients: bool = False,
     allow: str = "bit",
     levers: Sequence[str] | None = None,
-    max_gradient_error: float | None = None,
     planner: str | None = None,
     seconds: float = DEFAULTS.seconds,
     on_mismatch: str = REPLAN,
@@ -57,10 +55,8 @@ def fit(
         release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
             this optimizer would, and free its gradient.
         allow, levers, planner, seconds: how plans are looked for, as in `simulator.plan`; but with allow="bit" and no
-            lever named by recomputation alone.
-        max_gradient_error: with allow="approximate" the relative L2 error of the step's gradient that a plan may
-            make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
-            measured on this batch, and that of the plan, in which it stands.
+            lever named by recomputation alone. Values are saved in fewer bits by a plan alone whose errors were
+            measured (`execute errors`, then `apply_plan`).
         on_mismatch: as in `apply_plan`.
         parts: where torch.compile breaks the graph of the model, each part is planned to this share, which the budget
             then has to be, once it runs; nothing is planned before, and what is of a whole step is refused.
@@ -79,7 +75,6 @@ def fit(
             release_gradients=release_gradients,
             allow=allow != "bit",
             levers=levers,
-            max_gradient_error=max_gradient_error,
         )
         made = Compiler(
             budget=budget, on_mismatch=on_mismatch, parts=True, planner=planner, seconds=seconds, say=say
@@ -92,7 +87,6 @@ def fit(
         scaler=scaler,
         allow=allow,
         levers=None if levers is None else tuple(levers),
-        max_gradient_error=max_gradient_error,
         planner=planner,
         seconds=seconds,
         loop={"release_gradients": release_gradients or None},
@@ -100,13 +94,12 @@ def fit(
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock, target = time.monotonic(), Clock(say), bare(model)
-    build, trace = record(target, batch, loss, wanted, amp)
+    trace = record(target, batch, loss, wanted, amp)
     clock.done(f"captured a step of {len(trace.ops)} ops")
     for warning in warnings_of(Problem(trace)):
         if warning.code == UNTOUCHED_LESS:
             say(f"warning: {text(warning)}")
-    measured = max_gradient_error is not None
-    plan = plan_measured(build, trace, wanted, say) if measured else plan_within(trace, wanted)
+    plan = plan_within(trace, wanted)
     clock.done(f"planned: {in_words(plan)}")
     install(model, compiler_of(plan, target, on_mismatch))
     say(f"ready after {time.monotonic() - began:.1f} s")

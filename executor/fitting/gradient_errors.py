@@ -12,22 +12,19 @@ import torch
 
 from executor.backend import Say
 from executor.training.module import apply_plan, remove_plan
-from executor.training.planning import Wanted, plan_within
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
 from simulator.levers.edit import parts
 from simulator.prediction.levers import ANY
-from tracer.api import left_as_found
 from tracer.step.loop import run_step
 from tracer.step.loop_options import BEFORE
 from tracer.step.step import BuildStep
-from traces.errors import BudgetError, SpecError
+from traces.errors import SpecError
 from traces.records.gradient_errors import GradientErrors, Part
 from traces.records.plan import APPROXIMATE, Plan
 from traces.records.trace import Trace
 
 LOSSY: Final = tuple(name for name, lever in LEVERS.items() if lever.exactness == APPROXIMATE)
-TRIES: Final = 3  # plans that are measured, with ever less error of their parts
 
 
 class Random(dict[str, torch.Tensor]):
@@ -117,32 +114,6 @@ def with_error(build: BuildStep, plan: Plan, device: str = "cpu") -> Plan:
     """The plan with the error of its gradient, measured in one step on the user's batch beside the untouched model."""
     made = replace(plan, gradient_error=_Step(build, device).error(plan))
     return made.sealed() if plan.seal else made
-
-
-def plan_measured(build: BuildStep, trace: Trace, wanted: Wanted, say: Say) -> Plan:
-    """The plan whose gradient's error was measured as a whole, after those of its parts, on the user's batch.
-
-    Copies of model and batch run, on the device of the model; the untouched step must fit there.
-
-    Raises:
-        BudgetError: no plan was found within budget and error. SpecError: as `plan_within`.
-    """
-    most, asked = wanted.max_gradient_error or ANY, wanted
-    device = trace.meta.device
-    kinds = [k for k in LOSSY if wanted.levers is None or k in wanted.levers]
-    with left_as_found(False):
-        errors = gradient_errors(build, trace, kinds, device, most=most, say=say)
-        for _ in range(TRIES):
-            plan = with_error(build, plan_within(trace, asked, errors), device)
-            error = plan.gradient_error or 0.0
-            if error <= most:
-                return plan
-            say(f"the plan's gradient is off by {error:.1e}; its parts came to {most:.1e} at most")
-            asked = replace(asked, max_gradient_error=most * most / error / 2)
-    raise BudgetError(
-        f"every plan that was tried changes the gradient by more than {most:g}, at last by {error:.1e}: give a larger "
-        "budget or error."
-    )
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ class FirstBatchCallback:
 
         def first(module: nn.Module, args: Any, kwargs: Any) -> Compiler:
             call = SplitBatch(args=args, kwargs=kwargs, loss=self.loss or loss or loss_of, loss_inputs=())
-            plan = plan_within(record(module, call, None, wanted)[1], wanted)
+            plan = plan_within(record(module, call, None, wanted), wanted)
             self.say(f"planned {type(module).__name__} from its first batch: {plan}")
             return compiler_of(plan, module, self.on_mismatch)
 

@@ -20,13 +20,11 @@ from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.precision.policy import ambient
 from tracer.recording import record_fake
 from tracer.step.batch import loss_in_outputs
-from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
 from traces.devices import board_of
 from traces.devices import device as device_entry
 from traces.errors import SpecError
 from traces.provenance import alloc_conf
-from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
@@ -43,7 +41,6 @@ class Wanted:
     allow: str = "bit"
     # As `simulator.plan`; None: recomputation alone if bits must be equal.
     levers: tuple[str, ...] | None = None
-    max_gradient_error: float | None = None
     planner: str | None = None
     seconds: float = DEFAULTS.seconds
     loop: Mapping[str, Any] = field(default_factory=dict)  # `tracer.step.loop_options`, such as accumulate
@@ -51,10 +48,9 @@ class Wanted:
 
 def record(
     model: nn.Module, batch: Any, loss: Callable[..., Any] | None, wanted: Wanted, amp: str | None = None
-) -> tuple[BuildStep, Trace]:
+) -> Trace:
     """Record a step on fake tensors of the model's device; the model, which has no plan, stays as it is but for
-    training mode. Model, batch, loss and errors are those of `tracer.trace`. Returns what builds it of copies of them,
-    and its trace.
+    training mode. Model, batch, loss and errors are those of `tracer.trace`.
 
     Args:
         amp: the type of autocast, "" for none; None: that which is on.
@@ -68,15 +64,12 @@ def record(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False):
-        return step, record_fake(step, target, device=str(where))
+        return record_fake(step, target, device=str(where))
 
 
-def plan_within(trace: Trace, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:
+def plan_within(trace: Trace, wanted: Wanted) -> Plan:
     """The plan for a recorded step, by recomputation alone unless more than equal bits is allowed or levers are named;
     on CUDA under the allocator's settings of this process.
-
-    Args:
-        errors: of approximate formats, which no plan takes without.
 
     Raises:
         BudgetError: no plan was found within the budget.
@@ -90,8 +83,6 @@ def plan_within(trace: Trace, wanted: Wanted, errors: GradientErrors | None = No
         wanted.budget,
         allow=wanted.allow,
         levers=unnamed if wanted.levers is None else wanted.levers,
-        max_gradient_error=wanted.max_gradient_error,
-        errors=errors,
         planner=wanted.planner,
         budget_of=wanted.budget_of or (RESERVED if on_gpu else ALLOCATED),
         seconds=wanted.seconds,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -404,21 +403,6 @@ def test_a_trace_shows_itself() -> None:
 def test_importing_tracer_does_not_import_torch() -> None:
     code = "import sys, tracer; assert 'torch' not in sys.modules; tracer.trace; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-def test_what_python_refuses_names_arguments_and_not_flags() -> None:
-    for given, told in (
-        ({"target": "h100", "device": "cpu"}, "target predicts times and device measures them; give one"),
-        ({"seq_len": 4}, "takes no seq_len; it takes batch_size, image_size,"),
-        ({"tf32": True}, "tf32 concerns GPUs; give one with target, or device cuda"),
-        (
-            {"amp": "bfloat16", "dtype": "float16"},
-            "amp bfloat16 keeps the weights in float32, and dtype float16",
-        ),
-    ):
-        options: Any = given
-        with pytest.raises(SpecError, match=re.escape(told)):
-            trace("resnet18", **options)
 
 
 def test_garbage_is_searched_for_after_a_trace_as_before() -> None:

@@ -153,7 +153,6 @@ def test_a_model_is_planned_in_parts() -> None:
         {"release_gradients": True},
         {"allow": "fp"},
         {"levers": ["offload"]},
-        {"max_gradient_error": 0.1},
     ],
     ids=lambda given: next(iter(given)),
 )

@@ -14,9 +14,8 @@ from torch.nn import functional  # noqa: E402
 
 from executor import fit  # noqa: E402
 from executor.codecs.payloads import seed  # noqa: E402
-from executor.fitting.gradient_errors import gradient_errors, plan_measured, with_error  # noqa: E402
+from executor.fitting.gradient_errors import gradient_errors, with_error  # noqa: E402
 from executor.graphs.edited import rewritten  # noqa: E402
-from executor.training.planning import Wanted  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
@@ -28,7 +27,7 @@ from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
+from traces.errors import PlanError, SpecError  # noqa: E402
 from traces.records.plan import Plan, Rewrite, label_actions  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -132,34 +131,6 @@ def test_a_plan_keeps_to_the_errors_that_were_measured_of_its_parts(trace: Trace
     assert not verify(spec, replace(measured, gradient_error=1e-6), steps=1).equal
 
 
-def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than recomputing
-    torch.manual_seed(0)
-    model, (x, y), loss, optimizer = net()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    state, said = torch.get_rng_state(), []
-    planned = fit(
-        model,
-        (x, y),
-        loss,
-        optimizer,
-        budget="92%",
-        allow="approximate",
-        levers=["int8"],
-        max_gradient_error=0.05,
-        say=said.append,
-    )
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    plan = planned._lowtide.compiler.plan
-    assert plan.gradient_error is not None
-    assert plan.gradient_error <= 0.05
-    assert bool(plan.gradient_error) == any(r.error for r in plan.rewrites)
-    assert [line.partition(",")[0] for line in said if "values:" in line] == ["int8"] * 4
-    loss(planned(x), y).backward()
-
-
 def test_fit_takes_the_levers_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than recomputing
     models = []
@@ -174,55 +145,6 @@ def test_fit_takes_the_levers_that_are_named(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     with pytest.raises(SpecError, match="bitz: there is no such lever"):
         fit(model, (x, y), loss, optimizer, budget="95%", levers=["bitz"])
-
-
-@pytest.mark.parametrize(
-    ("measured", "asked"), [([0.04], [0.05]), ([0.2, 0.08, 0.05], [0.05, 0.00625, 0.015625])]
-)
-def test_fit_asks_for_less_error_of_the_parts_until_the_plans_own_is_small_enough(
-    measured: list[float], asked: list[float], trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries, said = tries_of(measured, trace, monkeypatch)
-    plan = plan_measured(None, trace, wanted_error(0.05), said.append)
-    assert plan.gradient_error == measured[-1]
-    assert tries == pytest.approx(asked)
-    assert [f"off by {e:.1e}" in line for e, line in zip(measured, said, strict=False)] == [True] * (
-        len(measured) - 1
-    )
-
-
-def test_fit_refuses_after_three_plans_that_are_off_by_more(
-    trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries, said = tries_of([0.2, 0.08, 0.051, 0.01], trace, monkeypatch)
-    with pytest.raises(BudgetError, match=r"more than 0\.05, at last by 5\.1e-02"):
-        plan_measured(None, trace, wanted_error(0.05), said.append)
-    assert len(tries) == 3
-
-
-def wanted_error(most: float) -> Wanted:
-    return Wanted(budget="92%", allow="approximate", max_gradient_error=most)
-
-
-def tries_of(
-    measured: list[float], trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[float | None], list[str]]:
-    """What is asked of each plan, where plans in turn are off by so much."""
-    tries: list[float | None] = []
-    errors = iter(measured)
-
-    def plan_within(trace: object, wanted: Wanted, known: object) -> Plan:
-        tries.append(wanted.max_gradient_error)
-        return Plan(meta=trace.meta, exactness="approximate")
-
-    def with_error(build: object, plan: Plan, device: str) -> Plan:
-        return replace(plan, gradient_error=next(errors))
-
-    module = "executor.fitting.gradient_errors"
-    monkeypatch.setattr(f"{module}.gradient_errors", lambda *given, **options: None)
-    monkeypatch.setattr(f"{module}.plan_within", plan_within)
-    monkeypatch.setattr(f"{module}.with_error", with_error)
-    return tries, []
 
 
 def test_packing_and_recomputing_together_train_bit_for_bit(trace: Trace) -> None:
