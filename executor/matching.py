@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from traces.errors import EnvironmentProblem, PlanError, SpecError
 from traces.model_spec import is_build_function
 from traces.provenance import alloc_conf
@@ -95,34 +93,3 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
     from tracer.record.step import recorded_again
 
     return recorded_again(plan.meta, model, device).trace
-
-
-def check_figures(plan: Plan, recorded: Trace) -> None:
-    """Raise PlanError if a plan's actions do not give its figures in its own step, whoever sealed it.
-
-    Counts: every storage, so no real peak is below what is told here; where the trace behind the plan has its
-    workspaces and times from the same rules as this one, the figures to the byte and the nanosecond. Ignores:
-    elsewhere, workspaces and times, which only that trace knows. `recorded`: the step recorded again; one of another
-    graph is not compared, which the run itself refuses.
-    """
-    from simulator.core.problem import Problem
-    from simulator.levers import rewritten_problem
-
-    meta, mine = plan.meta, recorded.meta
-    if mine.fingerprint != meta.fingerprint:
-        return
-    rules = ("mode", "target", "rates", "workspace", "versions")
-    same = all(getattr(meta, k) == getattr(mine, k) for k in rules)
-    if not same:
-        recorded = replace(recorded, ops=replace(recorded.ops, events=((),) * len(recorded.ops)))
-    problem = Problem(recorded)
-    planned = rewritten_problem(problem, plan.rewrites).replay(plan.actions)
-    for which, replay in (("baseline", problem.saved), ("plan", planned)):
-        told, line = plan.predicted.get(which, {}), replay.timeline
-        for key in ("peak_allocated_bytes", "step_time_ns") if same else ("peak_allocated_bytes",):
-            said, gives = told.get(key), getattr(line, key)
-            if isinstance(said, int) and (said != gives if same else said < gives):
-                raise PlanError(
-                    f"the plan's actions do not give its figures: of {which} it says {key} {said:,}, and they come to "
-                    f"{gives:,}{'' if same else ' at least'}. Plan again (`simulate TRACE --budget ... -o plan.json`)."
-                )

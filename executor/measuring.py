@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from executor.matching import check_figures, trace_of
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files import from_json
 from traces.isolated import run_fresh
@@ -52,7 +51,6 @@ class Job(Settings):
     variant: str
     plan_path: str
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
-    check: bool = False  # first, whether the plan's actions give its figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +104,6 @@ def perform(job: Job) -> JobResult:
         job = replace(job, warmup=0, runs=1)
     plan = Plan.load(job.plan_path)
     build = load_spec(job.model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
-    if job.check:
-        check_figures(plan, trace_of(plan, job.model, job.device))
     if job.variant == VERIFY:
         outcome = verify(build, plan, job.device, job.steps)
         return JobResult(figures=RunFigures(), environment=environment(job.device), verification=outcome)

@@ -77,14 +77,9 @@ def measure_plan(
     check_alloc_conf(plan.meta, settings.device)
     predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
 
-    unchecked = True
-
     def job(variant: str) -> JobResult:
-        nonlocal unchecked
-        check, unchecked = unchecked, False
         conf = plan.meta.alloc_conf
-        asked = Job(variant=variant, plan_path=str(path), alloc_conf=conf, check=check, **asdict(settings))
-        return run_job(asked)
+        return run_job(Job(variant=variant, plan_path=str(path), alloc_conf=conf, **asdict(settings)))
 
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
 
@@ -195,7 +190,7 @@ def verify(
         build = load_spec(model or plan.meta.model, options, seed=plan.meta.seed)
     else:
         build = in_hand(model, batch, loss, optimizer, None, {}, options, plan.meta.seed)
-    with left_as_found(False):
+    with left_as_found():
         return compare(build, plan, device, steps)
 
 

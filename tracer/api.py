@@ -54,7 +54,6 @@ def trace(
     device: str | None = None,
     amp: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    tf32: bool | None = None,
     seed: int = 0,
     rounds: int = 5,
     warmup: int = 2,
@@ -85,7 +84,6 @@ def trace(
             a module, this takes its memory once more.
         amp: autocast model and loss to "bfloat16" or "float16" (with a gradient scaler).
         scaler: of a module, the scaler of float16; None: one with torch's settings.
-        tf32: whether float32 is computed as TF32 on CUDA; None: torch's own setting.
         seed: of Python's and torch's random generators while the step is built and measured.
         rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
         say: told what happens, a line each time.
@@ -107,7 +105,7 @@ def trace(
     """
     tell = say or (lambda text: None)
     with no_garbage():
-        entry = _entry(target, device, tf32=tf32)
+        entry = _entry(target, device)
     if isinstance(model, str):
         if batch is not None or loss is not None or scaler is not None:
             raise SpecError(
@@ -115,17 +113,17 @@ def trace(
             )
         if not isinstance(optimizer, str | None):
             raise SpecError(f"{model}: the optimizer must be a name, such as adamw, or be left out.")
-        given = {**options, "optimizer": optimizer, "amp": amp, "tf32": tf32}
+        given = {**options, "optimizer": optimizer, "amp": amp}
         name, objects = model, dict[str, Any]()
         request: dict[str, Any] = {"model": model, "optimizer": optimizer}
     else:
-        around = {"amp": amp, "tf32": tf32, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
+        around = {"amp": amp, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
         build = in_hand(model, batch, loss, optimizer, scaler, options, around, seed)
         name, request = build.model, {}
         objects = {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer, "scaler": scaler}
     if entry.kind == "cuda" and device is None:
         tell(f"Rehearsing {name} on {entry.name} ...")
-        request |= {"amp": amp, "tf32": tf32, "seed": seed, **options}
+        request |= {"amp": amp, "seed": seed, **options}
         for found in _rehearsed([request], objects, entry, tell):
             return found
     if isinstance(model, str):  # a rehearsal builds it where it runs, and this process needs no torch
@@ -134,7 +132,7 @@ def trace(
     with no_garbage():
         from tracer.recording import record_fake, record_real
 
-    with left_as_found(tf32 is not None):
+    with left_as_found():
         if device is None:
             return record_fake(build, entry, tell)
         return record_real(build, entry, device, tell, rounds=rounds, warmup=warmup)
@@ -196,7 +194,6 @@ def trace_shapes(
     optimizer: str | None = None,
     target: str | None = None,
     amp: str | None = None,
-    tf32: bool | None = None,
     seed: int = 0,
     say: Callable[[str], None] | None = None,
     **options: Unpack[Options],
@@ -207,17 +204,17 @@ def trace_shapes(
         model: by its name, or "path/to/file.py:function".
         shapes: options with their sizes, such as {"seq_len": 512}, in order.
         each: told of each trace as it is made, by the place of its shape; a middle one comes first.
-        optimizer, target, amp, tf32, seed, say, options: as for `trace`.
+        optimizer, target, amp, seed, say, options: as for `trace`.
 
     Raises:
         as `trace`, and SpecError: a size is given beside those of the shapes.
     """
-    given = {**options, "optimizer": optimizer, "amp": amp, "tf32": tf32}
+    given = {**options, "optimizer": optimizer, "amp": amp}
     for name in shapes[0]:
         if given.get(name) is not None:
             raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
     with no_garbage():
-        entry = _entry(target, None, tf32=tf32)
+        entry = _entry(target, None)
     if entry.kind == "cuda":
         tell = say or (lambda text: None)
         tell(f"Rehearsing {len(shapes)} shapes of {model} on {entry.name} ...")
@@ -231,11 +228,11 @@ def trace_shapes(
         from tracer.recording import record_shapes
 
         builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
-    with left_as_found(tf32 is not None):
+    with left_as_found():
         record_shapes(builds, entry, each)
 
 
-def _entry(target: str | None, device: str | None, *, tf32: bool | None) -> Device:
+def _entry(target: str | None, device: str | None) -> Device:
     """The entry of the device table that is meant, after the options that exclude one another. Needs no torch where
     another process rehearses the step."""
     if target is not None and device is not None:
@@ -245,8 +242,6 @@ def _entry(target: str | None, device: str | None, *, tf32: bool | None) -> Devi
         require_torch()
     if device is not None:
         check_device(device)
-    if tf32 and entry.kind != "cuda":
-        raise SpecError("--tf32 concerns GPUs; give one with --target, or --device cuda.")
     return entry
 
 
@@ -287,14 +282,12 @@ def in_hand(
 
 
 @contextmanager
-def left_as_found(tf32: bool) -> Iterator[None]:
-    """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it."""
+def left_as_found() -> Iterator[None]:
+    """The body has gradients on and no autocast around it; random states and devices are restored after it."""
     import torch
 
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     state = random.getstate()
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn) if tf32 else ()
-    allowed = [place.allow_tf32 for place in places]
     live = torch.cuda.is_initialized()
     devices = range(torch.cuda.device_count() if live else 0)
     current = torch.cuda.current_device() if live else 0
@@ -307,7 +300,5 @@ def left_as_found(tf32: bool) -> Iterator[None]:
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
         random.setstate(state)
-        for place, value in zip(places, allowed, strict=True):
-            place.allow_tf32 = value
         if live:
             torch.cuda.set_device(current)

@@ -191,8 +191,6 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--optimizer-impl", help="Its kind: foreach, fused or for-loop (default: torch's choice)."),
             click.option("--dtype", help="Type of the weights: float32, bfloat16 or float16."),
             click.option("--amp", help="Autocast of forward and loss: bfloat16 or float16. The weights stay float32."),
-            click.option("--tf32/--no-tf32", default=None,
-                         help="Compute float32 as TF32 on CUDA, or not (default: torch's)."),
             click.option("--zero-grad", help="When gradients are freed: before forward (default), after the optimizer, "
                          "never but set to zero (keep), or never (none)."),
             click.option("--clip-grad-norm", type=float, help="Clip the norm of all gradients to this."),

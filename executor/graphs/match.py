@@ -74,9 +74,7 @@ def elements_of(leaves: Sequence[Any]) -> int:
 
 def _by_plan(program: Program, plan: Plan) -> Fitted:
     inputs = sum(s.producer < 0 for s in program.storages)
-    labelled = [(r.storage, r.op) for r in plan.rewrites if r.op]
-    labelled += [(a.storage, a.op) for a in plan.actions if a.op]
-    more = inputs - plan.meta.inputs if plan.meta.inputs else _more_inputs(labelled, program)
+    more = inputs - plan.meta.inputs if plan.meta.inputs else 0
     changed = rewritten(program, tuple(replace(r, storage=r.storage + more) for r in plan.rewrites))
     more += sum(s.producer < 0 for s in changed.storages) - inputs
     return Fitted(
@@ -120,19 +118,3 @@ def program_actions(plan: Plan, program: Program, more: int = 0) -> tuple[Action
         return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))
 
     return tuple(replace(a, storage=a.storage + more, evict_after=locals_of(a)) for a in plan.actions)
-
-
-def _more_inputs(labelled: Sequence[tuple[int, str]], program: Program) -> int:
-    """How many values the model has more than the plan's had before the first op: buffers that no op reads, so that
-    the graphs are the same, and all that ops make (`labelled`) has a number so much higher."""
-    made_by = [program.ops[s.producer].node.name if s.producer >= 0 else "" for s in program.storages]
-
-    def fits(more: int) -> bool:
-        there = range(len(made_by))
-        return all(s + more in there and made_by[s + more] == op for s, op in labelled)
-
-    if not labelled or fits(0):
-        return 0
-    storage, op = labelled[0]
-    found = [s - storage for s, name in enumerate(made_by) if name == op]
-    return next((more for more in found if fits(more)), 0)

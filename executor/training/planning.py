@@ -63,7 +63,7 @@ def record(
     step = in_hand(model, batch, loss, wanted.optimizer, wanted.scaler, {}, options, 0)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
-    with left_as_found(False):
+    with left_as_found():
         return record_fake(step, target, device=str(where))
 
 

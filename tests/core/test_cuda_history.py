@@ -30,7 +30,7 @@ def segment(addr: int) -> list[dict[str, Any]]:
 
 
 def window(before: int, after: int, *outputs: int, target: str = "aten.mm.default") -> OpWindow:
-    return OpWindow(target=target, before=before, after=after, outputs=frozenset(outputs))
+    return OpWindow(target, before, after, frozenset(outputs))
 
 
 def test_what_lies_between_the_markers_is_the_op_s() -> None:

@@ -264,7 +264,7 @@ def test_what_cannot_be_recorded_again(header: dict[str, str], told: str, tmp_pa
 
 
 def test_a_model_by_its_name_is_recorded_by_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"seq_len": 5, "batch_size": 2, "tf32": False, "zero_grad": "keep"}
+    options = {"seq_len": 5, "batch_size": 2, "use_cache": False, "zero_grad": "keep"}
     made = step(5, options=options, target="h100")
     commands: list[list[str]] = []
 
@@ -279,7 +279,18 @@ def test_a_model_by_its_name_is_recorded_by_trace(tmp_path: Path, monkeypatch: p
     with pytest.raises(LowtideError, match="could not be traced: no such model"):
         traces_of(made, str(tmp_path / "t"), Shapes.parse("seq-len=2:5"), lambda text: None)
     assert commands[0][3:] == [
-        *("tiny", "--batch-size", "2", "--no-tf32", "--zero-grad", "keep", "--seed", "0", "--target", "h100"),
+        *(
+            "tiny",
+            "--batch-size",
+            "2",
+            "--no-use-cache",
+            "--zero-grad",
+            "keep",
+            "--seed",
+            "0",
+            "--target",
+            "h100",
+        ),
         *("--shapes", "seq-len=2:5", "-o", str(tmp_path / "t-shapes"), "--force", "-q"),
     ]
 

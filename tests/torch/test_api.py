@@ -336,7 +336,7 @@ def compiled() -> Net:
 @pytest.mark.parametrize(
     ("model", "given", "said"),
     [
-        (lambda: Locked(), {}, "the attribute inner.lock of the model cannot be copied"),
+        (lambda: Locked(), {}, "the model cannot be copied"),
         (in_backward, {}, "up.weight has a hook that runs when its gradient is there"),
         (Net, {"batch": None}, "needs an example batch"),
         (Net, {"batch_size": 3}, "batch_size is for a model by its name"),

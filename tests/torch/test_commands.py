@@ -20,15 +20,13 @@ torch = pytest.importorskip("torch")
 import executor.plans as plans  # noqa: E402
 import tracer.api  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
-from executor.matching import check_figures  # noqa: E402
 from executor.measuring import Job, JobResult, perform, run_job  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402
-from simulator.prediction import ask as simulate_api  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer.cli.main import trace  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import EnvironmentProblem, OutOfMemoryProblem, PlanError  # noqa: E402
+from traces.errors import EnvironmentProblem, OutOfMemoryProblem  # noqa: E402
 from traces.records import store  # noqa: E402
 from traces.records.measurement import RunFigures, Verification  # noqa: E402
 from traces.records.plan import Action, Plan  # noqa: E402
@@ -305,36 +303,6 @@ def test_actions_that_do_not_give_the_figures_are_refused(folder: Path, plan: Pl
     replace(sealed, predicted={**sealed.predicted, "plan": figures}).save("plan.json")
     refused(call(execute, "plan.json", "--trust"), "do not give its figures")
     Plan.load(sealed.save("plan.json")).check_seal("plan.json")
-
-
-def test_a_plan_that_was_sealed_with_wrong_figures_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("net.py").write_text(
-        "import torch\n"
-        "def build():\n"
-        "    layers = [m for _ in range(4) for m in (torch.nn.Linear(16, 16), torch.nn.GELU())]\n"
-        "    return torch.nn.Sequential(*layers), torch.randn(64, 16), lambda x: x.sum(), None\n"
-    )
-    trace = recorded(load_spec("net.py:build")).trace
-    good = simulate_api.plan(trace, "90%").sealed()
-    asked: list[Job] = []
-    monkeypatch.setattr(plans, "run_job", lambda job: asked.append(job) or perform(job))
-    check_figures(good, trace)
-    of_plan = good.predicted["plan"]
-    for other in (
-        replace(good, actions=()),
-        replace(good, predicted={**good.predicted, "plan": {**of_plan, "step_time_ns": 1}}),
-        replace(good, predicted={**good.predicted, "baseline": of_plan}),
-    ):
-        other.sealed().save("plan.json")
-        refused(call(execute, "plan.json", "--trust"), "do not give its figures")
-    assert [job.check for job in asked] == [True] * 3  # the first process ends there
-    # Of times and workspaces that were measured elsewhere only the storages can be counted.
-    measured = replace(good.meta, workspace={"measured": 5})
-    check_figures(replace(good, meta=measured, predicted={"plan": {**of_plan, "step_time_ns": 1}}), trace)
-    with pytest.raises(PlanError, match="at least"):
-        check_figures(replace(good, meta=measured, actions=()), trace)
 
 
 def test_a_plan_is_measured_where_nothing_else_fits(

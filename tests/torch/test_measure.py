@@ -14,14 +14,11 @@ from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import tracer.measure.step as measuring  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
-from tracer.measure.probes import Probe, Timer, settle  # noqa: E402
-from tracer.measure.runner import GraphRunner, step_code, takeovers  # noqa: E402
+from tracer.measure.probes import Round, Watch, on_cpu, settle, timed_on_cpu  # noqa: E402
+from tracer.measure.runner import GraphRunner, step_code  # noqa: E402
 from tracer.measure.step import measure, with_the_rest  # noqa: E402
-from tracer.record.program import inplace_twin  # noqa: E402
 from tracer.step.step import load_spec  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 from traces.records.store import validate  # noqa: E402
@@ -100,11 +97,11 @@ def test_a_step_that_runs_other_ops_than_the_captured_one_is_refused() -> None:
         measure(recorded(build), build, "cpu", rounds=1, warmup=1)
 
 
-@pytest.mark.parametrize("odd", [3, 5, 7])
+@pytest.mark.parametrize("odd", [4, 6])
 def test_every_measured_round_must_run_the_recorded_ops(odd: int) -> None:
-    """An optimizer that does more in some steps: in a timed round (3 and 5) and in the one of the allocations (7).
+    """An optimizer that does more in some steps: in a timed round (4) and in that of the allocations (6).
 
-    Step 1 warms up, then comes one without a watch, and twice a timed round and one without.
+    Step 1 warms up, then comes twice a timed round and a step without a watch.
     """
 
     class Sometimes(torch.optim.SGD):
@@ -128,36 +125,23 @@ def test_every_measured_round_must_run_the_recorded_ops(odd: int) -> None:
 
 def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    class Slowing(Timer):
-        rounds = 0
+    rounds: list[Round] = []
 
-        def finish(self) -> list[int]:
-            Slowing.rounds += 1
-            return [1_000_000 * 2**Slowing.rounds for _ in super().finish()]
+    def slowing(work: Any) -> Round:
+        rounds.append(timed_on_cpu(work))
+        return replace(rounds[-1], times_ns=[500_000 * 2 ** len(rounds) for _ in rounds[-1].targets])
 
-    monkeypatch.setattr(measuring, "Timer", Slowing)
+    monkeypatch.setattr(measuring, "timed_on_cpu", slowing)
     build = load_spec(small_nets.spec("mlp"))
     said: list[str] = []
     measure(recorded(build), build, "cpu", rounds=2, warmup=1, say=said.append)
     ops = len(recorded(build).trace.ops)
-    assert said[2].startswith(f"warning: the rounds took between {4 * ops:.2f} ms and {8 * ops:.2f} ms; ")
+    assert said[2].startswith(f"warning: the rounds took between {ops:.2f} ms and {2 * ops:.2f} ms; ")
     assert said[:2] == ["Round 1 of 2 is done.", "Round 2 of 2 is done."]
 
 
-@pytest.mark.parametrize("name", ["residual", "mlp", "tied"])
-def test_timed_rounds_work_in_place_where_the_step_with_everything_kept_does(name: str) -> None:
-    fake = recorded(load_spec(small_nets.spec(name)))
-    schedule = build_schedule(Problem(fake.trace))
-    graph = set(fake.graph_ops)
-    assert schedule.op == tuple(range(len(fake.trace.ops)))
-    scheduled = {i for i, s in enumerate(schedule.takes) if s >= 0 and i in graph}
-    assert scheduled
-    ids = dict(zip((op.node for op in fake.program.ops), fake.graph_ops, strict=True))
-    assert {ids[node] for node in takeovers(fake)} == scheduled
-
-
 class Written(TorchDispatchMode):
-    """Notes what really runs, in-place twins by their own names."""
+    """Notes what really runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,10 +152,10 @@ class Written(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_s_code_runs_the_twins_and_lets_each_value_go() -> None:
+def test_a_step_s_code_lets_each_value_go() -> None:
     fake = recorded(load_spec(small_nets.spec("residual")))
-    program, in_place, ran = fake.program, takeovers(fake), Written()
-    run_forward, run_backward = step_code(program, in_place)
+    program, ran = fake.program, Written()
+    run_forward, run_backward = step_code(program)
     step = load_spec(small_nets.spec("residual"))()
     own = program.captured.tensors_of(dict(step.model.named_parameters()), dict(step.model.named_buffers()))
     given = [*(x.detach() for x in own), *step.args]
@@ -182,8 +166,7 @@ def test_a_step_s_code_runs_the_twins_and_lets_each_value_go() -> None:
         begun = len(ran.targets)
         run_backward(given)
     assert given == []
-    nodes = [op.node for op in program.ops]
-    expected = [str(inplace_twin(n.target) if n in in_place else n.target) for n in nodes]
+    expected = [str(op.node.target) for op in program.ops]
     assert ran.targets[: program.forward_ops] == expected[: program.forward_ops]
     assert ran.targets[begun:] == expected[program.forward_ops :]
     needed = {s for i in range(program.forward_ops, len(program.ops)) for s in program.rows[i].reads}
@@ -195,27 +178,23 @@ def test_every_way_of_running_a_step_computes_the_same() -> None:
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
     gradients = []
-    for probe in (Probe(), Timer(), None):
+    for watch in (Watch(), None):
         step = build()
-        runner = GraphRunner(fake, step)
-        runner.round(probe) if probe is not None else runner.whole(lambda: None)
+        GraphRunner(fake, step).run(watch)
         gradients.append([p.grad for p in step.model.parameters()])
     for other in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
 
-def test_a_timer_s_targets_are_the_trace_s() -> None:
-    """Two rounds under one timer, each with a time for every op."""
+def test_a_round_s_targets_are_the_trace_s() -> None:
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
-    runner, timer = GraphRunner(fake, build()), Timer()
-    runner.round(timer)  # the optimizer makes its state
-    timer.finish()
+    runner = GraphRunner(fake, build())
+    runner.run(None)  # the optimizer makes its state
     for _ in range(2):
-        runner.round(timer)
-        assert timer.targets == list(fake.trace.ops.target)
-        assert len(timer.finish()) == len(fake.trace.ops)
-    assert timer.finish() == timer.targets == []
+        times, found = timed_on_cpu(runner.run), on_cpu(runner.run)
+        assert times.targets == found.targets == list(fake.trace.ops.target)
+        assert len(times.times_ns) == len(found.events) == len(fake.trace.ops)
 
 
 @pytest.mark.parametrize(
@@ -240,5 +219,5 @@ def test_views_alone_share_what_a_step_takes() -> None:
 def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     build = load_spec(small_nets.spec("residual"))
     wholes = iter([5_000_000_000, 9_000_000_000, 8_000_000_000, 7_000_000_000])  # the first warms up
-    monkeypatch.setattr(measuring, "_whole_ns", lambda *a: next(wholes))
+    monkeypatch.setattr(measuring, "_whole_ns", lambda runner: (runner.run(None), next(wholes))[1])
     assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).finish().time_ns == 8_000_000_000

@@ -19,7 +19,6 @@ from tests.torch.steps import build_of, peaks  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.recording import record_fake, record_real  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.records.trace import BACKWARD  # noqa: E402
 
 CPU = device("cpu")
 
@@ -116,20 +115,6 @@ def test_a_gradient_that_autograd_copies_is_a_gradient() -> None:
         n: name for n, name, c in zip(sts.nbytes, sts.name, sts.category, strict=True) if c == "gradient"
     }
     assert found[4000] == "gradient of weight"
-
-
-def test_autograd_adds_up_in_place_outside_the_planned_model_too() -> None:
-    """Two losses of one output: the second's gradient of it is added to the first's."""
-    x, y = torch.randn(64, 256), torch.randn(64, 256)
-
-    def loss(out: torch.Tensor) -> torch.Tensor:
-        return functional.mse_loss(out, y) + functional.l1_loss(out, y)
-
-    trace = record_fake(build_of(lambda: (nn.Linear(256, 256), x, loss, None)), CPU)
-    (k,) = [k for k, op in enumerate(trace.ops.target) if op == "aten.add_.Tensor"]
-    (written,) = trace.ops.writes[k]
-    assert trace.storages.nbytes[written] == 64 * 256 * 4
-    assert trace.ops.phase[trace.storages.producer[written]] == BACKWARD
 
 
 class Own(nn.Module):

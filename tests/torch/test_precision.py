@@ -24,13 +24,11 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from tracer.precision import policy as precision  # noqa: E402
 from tracer.precision.policy import Autocast, ambient, parse_policy  # noqa: E402
 from tracer.record.program import program_of  # noqa: E402
-from tracer.record.step import capture_step, trace_step  # noqa: E402
+from tracer.record.step import capture_step  # noqa: E402
 from tracer.step.loop import run_step  # noqa: E402
 from tracer.step.step import BuildStep, load_spec, under_policy  # noqa: E402
-from traces.devices import device  # noqa: E402
 from traces.errors import PlanError, SpecError, TraceError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
@@ -58,9 +56,8 @@ def casts(trace: Trace, phase: str) -> list[int]:
 
 def test_options_are_recorded_under_their_full_names_and_build_the_same_step_again() -> None:
     residual = small_nets.spec("residual")
-    spec = load_spec(residual, {"amp": "BF16", "tf32": False, "batch_size": 2})
+    spec = load_spec(residual, {"amp": "BF16", "batch_size": 2})
     assert spec.options["amp"] == "bfloat16"
-    assert spec.options["tf32"] is False
     trace = recorded(spec).trace
     assert trace.meta.options == spec.options
     assert (trace.meta.amp, trace.meta.dtype) == ("bfloat16", "float32")
@@ -75,7 +72,6 @@ def test_options_are_recorded_under_their_full_names_and_build_the_same_step_aga
     [
         ({"amp": "float32"}, "--amp 'float32' is unknown; known are bfloat16"),
         ({"amp": "bfloat16", "dtype": "bfloat16"}, "keeps the weights in float32"),
-        ({"tf32": "yes"}, "tf32 is 'yes'"),
     ],
 )
 def test_policies_that_make_no_sense(options: dict[str, Any], words: str) -> None:
@@ -86,7 +82,7 @@ def test_policies_that_make_no_sense(options: dict[str, Any], words: str) -> Non
 
 
 def test_a_policy_is_not_the_model_s_business() -> None:
-    assert parse_policy({"batch_size": 2, "amp": "fp16", "tf32": None}) == {"amp": "float16"}
+    assert parse_policy({"batch_size": 2, "amp": "fp16"}) == {"amp": "float16"}
 
 
 def test_float16_gets_a_scaler_and_bfloat16_none() -> None:
@@ -415,39 +411,6 @@ def test_backward_under_autocast_is_as_without_a_plan(under_bf16: Plan) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Times
-
-
-def test_tf32_decides_the_rate_of_matrix_products() -> None:
-    """H200: 66.9 TFLOP/s in float32, 494.7 in TF32; a matrix product of 4096 x 4096 x 4096 is bound by it."""
-    from tests.torch.steps import step_of
-
-    def make(_device: str) -> Any:
-        model = nn.Linear(4096, 4096, bias=False)
-        return step_of(model, torch.empty(4096, 4096), lambda y: y.sum(), None)
-
-    def time_ns(policy: dict[str, Any]) -> int:
-        spec = BuildStep(model="test", options={}, seed=0, make=make, policy=policy)
-        trace = trace_step(spec, device("h200")).trace
-        return trace.ops.time_ns[trace.ops.target.index("aten.mm.default")]
-
-    flops = 2 * 4096**3
-    launch = device("h200").launch_ns
-    assert time_ns({}) == time_ns({"tf32": False}) == round(flops / (0.7 * 66.9e12) * 1e9) + launch
-    assert time_ns({"tf32": True}) == round(flops / (0.7 * 494.7e12) * 1e9) + launch
-
-
-def test_tf32_is_switched_for_a_step_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul, convolution = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    try:
-        precision.set_tf32({"tf32": True})
-        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
-        precision.set_tf32({})
-        assert torch.backends.cuda.matmul.allow_tf32
-        precision.set_tf32({"tf32": False})
-        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
-    finally:
-        precision.set_tf32({"tf32": matmul})
-        torch.backends.cudnn.allow_tf32 = convolution
 
 
 def test_attention_in_bfloat16_is_timed_as_such() -> None:

@@ -6,7 +6,6 @@ import copy
 import random
 import re
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -325,16 +324,3 @@ def test_a_loss_that_takes_a_gradient_through_the_model(create_graph: bool) -> N
         return y.mean() + (g.norm(2, 1) - 1).square().mean()
 
     assert "gradient penalty" in refused(linear, lambda: (x, x), loss)
-
-
-@pytest.mark.usefixtures("checked_distributions")
-def test_what_distributions_in_a_loss_check_counts() -> None:
-    def loss(y: torch.Tensor, validate: bool | None = None) -> torch.Tensor:
-        normal = torch.distributions.Normal(y, y.exp(), validate_args=validate)
-        return -normal.log_prob(torch.zeros(2, 4)).mean()
-
-    with_checks = recorded(build_of(lambda: (linear(), row(), loss, None))).trace
-    without = recorded(build_of(lambda: (linear(), row(), partial(loss, validate=False), None))).trace
-    checks = [t for t in with_checks.ops.target if t == "aten._is_all_true.default"]
-    assert len(checks) == 3  # the mean, the width, the value
-    assert not {*checks} & {*without.ops.target}

@@ -65,7 +65,7 @@ OF_OBJECTS = {
     "_fields", "_getframe", "_growth_tracker",
     "_model_mapping",
     "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
-    "_get_backend", "_schema", "_sequence_nr", "_validate_launch_command", "_wait_for_pending_works",
+    "_get_backend", "_schema", "_validate_launch_command", "_wait_for_pending_works",
 }  # fmt: skip
 ONLY_WITH_CUDA = {name for name in REPLACED if name.startswith("torch._C._cuda_")}
 

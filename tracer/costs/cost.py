@@ -36,14 +36,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The costs of ops in a trace that is not measured itself.
-
-    measured: what was measured of the same calls in another loop.
-    tf32: whether float32 matrix products and convolutions run on TF32 tensor cores; None: as torch's defaults have it.
-    """
+    """The costs of ops in a trace that is not measured itself; `measured`: of the same calls in another loop."""
 
     measured: Mapping[Signature, Cost] = field(default_factory=dict)
-    tf32: bool | None = None
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
         """The cost of an op. `created_bytes`: of the storages that it creates, which its events must sum to. What says
@@ -54,8 +49,7 @@ class Costs:
         known = self.measured.get(row.signature) if row.signature is not None else None
         if known is not None and _leaves(known.events, created_bytes):
             return known
-        tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
-        time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
+        time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))
         events = None
         if row.signature is not None:
             events = approximate_events(row.signature, device, release())

@@ -1,4 +1,4 @@
-"""Read what each op allocated and freed, in order, from the CUDA caching allocator's own history.
+"""What each op allocates and frees on CUDA, in order, from the caching allocator's own history.
 
 The history is one list of events without a word about ops. So a marker is allocated and freed before and after every
 op: a block of an odd size whose address is noted. What lies between an op's two markers is the op's.
@@ -6,9 +6,9 @@ op: a block of an odd size whose address is noted. What lies between an op's two
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
 from tracer.costs.rows import LibraryWorkspace
 from traces.errors import TraceError
@@ -18,8 +18,7 @@ Move = tuple[bool, int, int]
 MARK_BYTES: Final = 257  # asked for; the allocator's smallest block serves it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpWindow:
+class OpWindow(NamedTuple):
     """One op of a recorded round: the addresses of its two markers and of the storages that it returned."""
 
     target: str
@@ -28,12 +27,34 @@ class OpWindow:
     outputs: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class History(NamedTuple):
     """The findings of a recorded round."""
 
     events: tuple[tuple[int, ...], ...]  # by op: +bytes and -bytes as requested, in order
     workspaces: tuple[LibraryWorkspace, ...]  # allocated in an op, returned by none, still there at the end
+
+
+@contextmanager
+def recording() -> Iterator[list[Any]]:
+    """While the body runs, the allocator writes its history (without stack traces), which is in the list then."""
+    import torch
+
+    from tracer.torch_api import cuda_memory_snapshot, record_memory_history
+
+    entries: list[Any] = []
+    record_memory_history(enabled="all", context=None, clear_history=True)
+    try:
+        yield entries
+        entries += cuda_memory_snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        record_memory_history(enabled=None)
+
+
+def mark() -> int:
+    """Make a marker; its address."""
+    import torch
+
+    return int(torch.empty(MARK_BYTES, dtype=torch.uint8, device="cuda").data_ptr())
 
 
 def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindow]) -> History:

@@ -1,7 +1,7 @@
-"""Watch one op after another while a step runs: the time of each, or what each allocates.
+"""Watch one op after another while a step runs: how long each takes, and what it allocates.
 
-On the CPU the allocations are the allocator's own events as the profiler reports them; on CUDA they are the caching
-allocator's own history.
+On the CPU the profiler reports what is allocated inside a mark around each op; since it slows small ops down, times are
+of rounds without it. On CUDA there are events around each op, and markers in the caching allocator's own history.
 """
 
 from __future__ import annotations
@@ -18,120 +18,101 @@ from typing import Any
 
 import torch
 
-from tracer.measure.cuda_history import MARK_BYTES, History, OpWindow, read_history
-from tracer.torch_api import RecordFunctionFast, cuda_memory_snapshot, pytree, record_memory_history
+from tracer.costs.rows import LibraryWorkspace
+from tracer.measure.cuda_history import OpWindow, mark, read_history, recording
+from tracer.torch_api import RecordFunctionFast, pytree
+from traces.provenance import rehearsing
 
 MARK = "#lowtide op "
 ITERATION = "#lowtide iteration "
 
 
-class Probe:
-    """Called around every op of a round, and notes which ran; subclasses measure."""
-
-    times = False  # whether it takes times
+class Watch:
+    """Called around every op of a round: notes which ran, and when by the CPU's clock."""
 
     def __init__(self) -> None:
         self.targets: list[str] = []
+        self.spans: list[tuple[Any, Any]] = []
 
     def run(self, target: str, call: Callable[[], Any]) -> Any:
         """Run one op and return its result."""
         self.targets.append(target)
-        return call()
-
-
-class Timer(Probe):
-    """Takes the time of each op by the CPU's clock. One timer serves several rounds, each ended by `finish`."""
-
-    times = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._spans: list[tuple[Any, Any]] = []
-
-    def now(self) -> Any:
-        return time.perf_counter_ns()
-
-    def between_ns(self, begin: Any, end: Any) -> int:
-        """The time from one moment to another, once the round is over."""
-        return int(end - begin)
-
-    def run(self, target: str, call: Callable[[], Any]) -> Any:
-        self.targets.append(target)
-        begin = self.now()
+        begin = time.perf_counter_ns()
         out = call()
-        self._spans.append((begin, self.now()))
+        self.spans.append((begin, time.perf_counter_ns()))
         return out
 
-    def finish(self) -> list[int]:
-        """The times of the round's ops, in ns; `targets` and times begin anew."""
-        times = [self.between_ns(begin, end) for begin, end in self._spans]
-        self._spans, self.targets = [], []
-        return times
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The ops of a round in their order, and the findings of each."""
+
+    targets: list[str]
+    times_ns: list[int] = field(default_factory=list)
+    events: list[tuple[int, ...]] = field(default_factory=list)  # +bytes and -bytes as requested, in order
+    workspaces: tuple[LibraryWorkspace, ...] = ()  # that libraries made on CUDA and keep
 
 
-class CudaTimer(Timer):
-    """CUDA events around every op; they are read after the round, so that nothing waits in between."""
-
-    def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between_ns(self, begin: Any, end: Any) -> int:
-        end.synchronize()
-        return int(begin.elapsed_time(end) * 1e6)
-
-
-class CpuMarker(Probe):
-    """Marks every op for the profiler, under which the round must run."""
-
+class _CpuMarks(Watch):
     def run(self, target: str, call: Callable[[], Any]) -> Any:
         # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
         with RecordFunctionFast(f"{MARK}{len(self.targets)}"):
             return super().run(target, call)
 
 
-class CudaHistory(Probe):
-    """Marks every op in the caching allocator's history; see `tracer.measure.cuda_history`."""
-
+class _CudaMarks(Watch):
     def __init__(self) -> None:
         super().__init__()
         self.windows: list[OpWindow] = []
-        self._entries: list[dict[str, Any]] = []
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """While this is open, the allocator writes its history (without stack traces)."""
-        record_memory_history(enabled="all", context=None, clear_history=True)
-        try:
-            yield
-            self._entries = cuda_memory_snapshot()["device_traces"][torch.cuda.current_device()]
-        finally:
-            record_memory_history(enabled=None)
+        self._timed = not rehearsing()
 
     def run(self, target: str, call: Callable[[], Any]) -> Any:
-        before = self._mark()
-        out = super().run(target, call)
-        given = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
+        self.targets.append(target)
+        before = mark()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self._timed:
+            begin.record()
+        out = call()
+        if self._timed:
+            end.record()
+            self.spans.append((begin, end))
+        given = (x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda)
         outputs = frozenset(x.untyped_storage().data_ptr() for x in given)
-        after = self._mark()
-        self.windows.append(OpWindow(target=target, before=before, after=after, outputs=outputs))
+        self.windows.append(OpWindow(target, before, mark(), outputs))
         return out
 
-    def _mark(self) -> int:
-        return int(torch.empty(MARK_BYTES, dtype=torch.uint8, device="cuda").data_ptr())
 
-    def finish(self) -> History:
-        """Return what the round showed, once it is no longer recorded."""
-        return read_history(self._entries, self.windows)
+def on_cuda(work: Callable[[Watch], None]) -> Round:
+    """Watch each op that `work` runs. Its CUDA events are read in the end, so that nothing waits in between."""
+    watch = _CudaMarks()
+    with recording() as entries:
+        work(watch)
+    torch.cuda.synchronize()
+    history = read_history(entries, watch.windows)
+    times = [int(begin.elapsed_time(end) * 1e6) for begin, end in watch.spans]
+    return Round(
+        targets=watch.targets, times_ns=times, events=list(history.events), workspaces=history.workspaces
+    )
 
 
-def cuda_allocations(work: Callable[[Probe], None]) -> History:
-    """Return what each op that `work` runs under the probe allocates on CUDA, and what libraries keep."""
-    history = CudaHistory()
-    with history.recording():
-        work(history)
-    return history.finish()
+def timed_on_cpu(work: Callable[[Watch], None]) -> Round:
+    """The times of the ops that `work` runs."""
+    watch = Watch()
+    work(watch)
+    return Round(targets=watch.targets, times_ns=[end - begin for begin, end in watch.spans])
+
+
+def on_cpu(work: Callable[[Watch], None]) -> Round:
+    """The allocations of the ops that `work` runs."""
+    watch = _CpuMarks()
+    with memory_profiler() as prof:
+        work(watch)
+    # By time, not by place in the profiler's tree, where another thread's allocations for an op stand beside its mark.
+    events, marks = cpu_account(prof, MARK)
+    spans = [marks[f"{MARK}{k}"] for k in range(len(watch.targets))]
+    moments, sizes = [moment for moment, _ in events], [size for _, size in events]
+    inside = ((bisect.bisect_left(moments, a), bisect.bisect_right(moments, b)) for a, b in spans)
+    return Round(targets=watch.targets, events=[tuple(sizes[first:last]) for first, last in inside])
 
 
 @contextlib.contextmanager
@@ -209,19 +190,6 @@ def cpu_loop() -> Iterator[CpuLoop]:
     loop.read(prof)
     del prof
     gc.collect()  # the profiler's results are millions of objects, which would be walked while steps are timed
-
-
-def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:
-    """Do work under the profiler; the CPU allocator's events inside each op's mark, in order of time."""
-    marker = CpuMarker()
-    with memory_profiler() as prof:
-        work(marker)
-    # By time, not by place in the profiler's tree, where another thread's allocations for an op stand beside its mark.
-    events, marks = cpu_account(prof, MARK)
-    spans = [marks[f"{MARK}{k}"] for k in range(n_ops)]
-    moments = [moment for moment, _ in events]
-    places = [(bisect.bisect_left(moments, a), bisect.bisect_right(moments, b)) for a, b in spans]
-    return [tuple(size for _, size in events[first:last]) for first, last in places]
 
 
 def settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:

@@ -1,14 +1,13 @@
 """Measure a training step op by op on the real device: the time of each, and what it allocates while it runs.
 
-Each op of the fake trace is measured once per round, in the same order (see `tracer.measure.runner`), and its row gets
-its typical time and its allocations. In the timed rounds the model runs as in the step with everything kept, ops in
-place included; in the round that shows the allocations, every op runs as the graph has it. Whole steps that nobody
-watches run in between; what they take beside all ops is shared by the ops.
+Each op of the fake trace is watched once per round, in the same order (see `tracer.measure.runner`), and its row gets
+its typical time and its allocations. Every op runs as the graph has it. Whole steps that nobody watches run in between:
+by these the times are scaled, and what such a step takes beside all ops is shared by the ops.
 
 On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
 "workspace" that are there throughout the step.
 
-On a GPU that is not there (a rehearsal) no round is timed: the allocations are those of torch's own code, and the times
+On a GPU that is not there (a rehearsal) nothing is timed: the allocations are those of torch's own code, and the times
 those that the step was recorded with.
 """
 
@@ -26,7 +25,7 @@ import torch
 from tracer.costs.cost import MEASURED, REHEARSED, Cost
 from tracer.costs.rows import LibraryWorkspace
 from tracer.costs.signature import Signature
-from tracer.measure.probes import CudaTimer, Probe, Timer, cpu_allocations, cuda_allocations, settle
+from tracer.measure.probes import Round, Watch, on_cpu, on_cuda, settle, timed_on_cpu
 from tracer.measure.runner import GraphRunner
 from tracer.precision.policy import start_low
 from tracer.record.draft import Draft
@@ -84,52 +83,36 @@ def measure(
         CaptureError: the real step's loss code or optimizer failed.
     """
     cuda = device.startswith("cuda")
-    if cuda:
-        from tracer.torch_api import clear_cublas_workspaces
+    rehearsed = cuda and rehearsing()
     step = build(device)
     start_low(step.scaler)
-    expected = [row.target for row in draft.rows]
-    runner = GraphRunner(draft, step)
-    kept, timer = None, CudaTimer() if cuda else Timer()
+    expected, flags = [row.target for row in draft.rows], [row.flags for row in draft.rows]
+    runner, kept = GraphRunner(draft, step), None
     if cuda:  # libraries make their workspaces in it; those of earlier work in this process are dropped
+        from tracer.torch_api import clear_cublas_workspaces
+
         clear_cublas_workspaces()
-        kept = cuda_allocations(runner.first).workspaces
-    else:
-        runner.first(timer)
-    rehearsed = cuda and rehearsing()
-    for _ in range(0 if rehearsed else max(warmup, 1) - 1):
-        runner.round(timer)
-    timer.finish()
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    samples: list[list[int]] = []
-    wholes: list[int] = []
-    if not rehearsed:
-        _whole_ns(runner, wait)
-    for k in range(0 if rehearsed else rounds):
-        runner.round(timer)
-        _compare(expected, timer.targets)
-        samples.append(timer.finish())
-        wholes.append(_whole_ns(runner, wait))
-        say(f"Round {k + 1} of {rounds} is done.")
-    totals = [sum(s) for s in samples]
-    if totals and max(totals) > SPREAD * min(totals):
-        say(
-            f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine is "
-            "busy, and the times of this trace are not reliable (its sizes are)."
-        )
+        kept = on_cuda(runner.run).workspaces
 
-    def watched(probe: Probe) -> None:
-        runner.round(probe)
-        _compare(expected, probe.targets)
+    def one(watched: Callable[[Callable[[Watch], None]], Round]) -> Round:
+        found = watched(runner.run)
+        _compare(expected, found.targets)
+        return found
 
-    events = cuda_allocations(watched).events if cuda else cpu_allocations(watched, len(expected))
-    flags = [row.flags for row in draft.rows]
     if rehearsed:
         times = [cost.time_ns for cost in draft.priced]
     else:
-        medians = [round(statistics.median(column)) for column in zip(*samples, strict=True)]
+        for _ in range(max(warmup, 1)):
+            _whole_ns(runner)
+        found, wholes = list[list[int]](), list[int]()
+        for k in range(rounds):
+            found.append(one(on_cuda if cuda else timed_on_cpu).times_ns)
+            wholes.append(_whole_ns(runner))
+            say(f"Round {k + 1} of {rounds} is done.")
+        _warn_if_busy([sum(x) for x in found], say)
+        medians = [round(statistics.median(column)) for column in zip(*found, strict=True)]
         times = with_the_rest(medians, flags, int(statistics.median(wholes)))
-
+    events = one(on_cuda if cuda else on_cpu).events
     source = REHEARSED if rehearsed else MEASURED
     costs = tuple(
         Cost(time_ns=t, events=settle(e, created), source="" if row.flags & VIEW else source)
@@ -143,6 +126,14 @@ def measure(
         "target": draft.target.name if rehearsed else torch.cuda.get_device_name() if cuda else "cpu",
     }
     return Measured(draft=draft, costs=costs, workspaces=kept, header=header)
+
+
+def _warn_if_busy(totals: Sequence[int], say: Callable[[str], None]) -> None:
+    if max(totals) > SPREAD * min(totals):
+        say(
+            f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine is "
+            "busy, and the times of this trace are not reliable (its sizes are)."
+        )
 
 
 def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) -> list[int]:
@@ -162,7 +153,9 @@ def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) 
     return out
 
 
-def _whole_ns(runner: GraphRunner, wait: Callable[[], object]) -> int:
+def _whole_ns(runner: GraphRunner) -> int:
+    """The time of a step that nobody watches, from its last call of the model on."""
+    wait: Callable[[], object] = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     begin = 0
 
     def start() -> None:
@@ -171,7 +164,7 @@ def _whole_ns(runner: GraphRunner, wait: Callable[[], object]) -> int:
         begin = time.perf_counter_ns()
 
     start()
-    runner.whole(start)
+    runner.run(None, start)
     wait()
     return time.perf_counter_ns() - begin
 

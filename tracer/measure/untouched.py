@@ -14,12 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from tracer.measure.cuda_history import MARK_BYTES, marked
+from tracer.measure.cuda_history import mark, marked, recording
 from tracer.measure.probes import cpu_loop
 from tracer.precision.policy import start_low
 from tracer.step.loop import run_step
 from tracer.step.step import BuildStep
-from tracer.torch_api import cuda_memory_snapshot, record_memory_history
 from traces.records.trace import FIRST, FORWARD, LATER, Untouched
 
 ITERATIONS: Final = 3  # what the second gives back is the first's; the third and all further ones are alike
@@ -58,20 +57,15 @@ def _on_cuda(build: BuildStep, device: str) -> tuple[int, Untouched]:
     step = replace(step, loop=replace(step.loop, accumulate=min(step.loop.accumulate, MOST_PARTS)))
     marks: list[tuple[int, str]] = []  # (address of a marker, phase that begins; "": an iteration)
 
-    def mark(phase: str) -> None:
-        there = torch.empty(MARK_BYTES, dtype=torch.uint8, device="cuda")
-        marks.append((int(there.data_ptr()), phase))
+    def begin(phase: str) -> None:
+        marks.append((mark(), phase))
 
-    record_memory_history(enabled="all", context=None, clear_history=True)
-    try:
+    with recording() as entries:
         for _ in range(ITERATIONS):
-            mark("")
+            begin("")
             torch.cuda.reset_peak_memory_stats()
-            run_step(step, step.model, step.optimizer, mark)
+            run_step(step, step.model, step.optimizer, begin)
         peak_bytes = requested("peak") - before
-        entries = cuda_memory_snapshot()["device_traces"][torch.cuda.current_device()]
-    finally:
-        record_memory_history(enabled=None)
     return peak_bytes, _asked(entries, marks)
 
 

@@ -1,4 +1,4 @@
-"""How a step computes with several types (autocast, gradient scaling, TF32): the options, the contexts, the scaler."""
+"""How a step computes with several types (autocast, gradient scaling): the options, the contexts, the scaler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from traces.errors import SpecError
 
 # Options of a step that are not the model's: they are applied around whatever builds it.
-POLICY_OPTIONS: Final = ("amp", "tf32")
+POLICY_OPTIONS: Final = ("amp",)
 AMP_DTYPES: Final = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 FLOAT16: Final = "float16"  # the one that needs its gradients scaled: its smallest normal number is 6e-5
 
@@ -79,8 +79,6 @@ def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
             raise SpecError(
                 f"--amp {amp} keeps the weights in float32, and --dtype {dtype} does not; give one of the two."
             )
-    if not isinstance(policy.get("tf32", False), bool):
-        raise SpecError(f"tf32 is {policy['tf32']!r} and must be true or false.")
     return policy
 
 
@@ -90,21 +88,6 @@ def parse_amp(value: Any) -> str:
     if name not in AMP_DTYPES:
         raise SpecError(f"--amp {value!r} is unknown; known are {', '.join(AMP_DTYPES)}.")
     return AMP_DTYPES[name]
-
-
-def set_tf32(policy: dict[str, Any]) -> None:
-    """Let CUDA's matrix products and cuDNN use TF32 or not, for this process; nothing if the policy does not say."""
-    import warnings
-
-    import torch
-
-    if policy.get("tf32") is None:
-        return
-    with warnings.catch_warnings():
-        # torch 2.9 announced other names for these; the old ones are what 2.11 to 2.15 and users' code both read.
-        warnings.simplefilter("ignore")
-        torch.backends.cuda.matmul.allow_tf32 = policy["tf32"]
-        torch.backends.cudnn.allow_tf32 = policy["tf32"]
 
 
 def scale_of(scaler: Any) -> float:

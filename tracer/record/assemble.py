@@ -20,7 +20,6 @@ from tracer.costs.approximate import library_storages, rerun_workspaces
 from tracer.costs.cost import Costs
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
-from tracer.record.checks import checked
 from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
@@ -70,7 +69,7 @@ def assemble(
                 gradients.update(_gradients(step, recorder))
         recorder.begin(phase)
 
-    with mode, explained(step.name), checked():
+    with mode, explained(step.name):
         _know_residents(step, program, first)
         there = {storage_key(x) for x in optimizer_tensors(step.optimizer)}
         with first:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -28,18 +26,14 @@ from tracer.step.context import is_fake
 from tracer.torch_api import (
     FakeTensor,
     TorchDispatchMode,
-    current_autograd_node,
     disable_current_modes,
     release,
     replaced,
     storage_expired,
-    storage_uses,
-    tensor_uses,
 )
 from traces.errors import CaptureError
 from traces.records.trace import (
     ACTIVATION,
-    BACKWARD,
     EAGER,
     EFFECT,
     FORWARD,
@@ -53,18 +47,6 @@ from traces.records.trace import (
 aten = torch.ops.aten
 DEVICE: Final = torch.ops.prim.device.default
 functional: Any = nn.functional
-NO_NODE: Final = -1  # of autograd
-# Uses of a tensor that one buffer of autograd holds, where a mode is asked (torch 2.11 to 2.15).
-USES_OF_ONE: Final = 4
-# What autograd's own code writes in place, but not where tensors are fake (at::isTensorSubclassLike): its sums of
-# gradients (torch/csrc/autograd/input_buffer.cpp, accumulate), formulas (FunctionsManual.cpp, gather_backward;
-# TensorAdvancedIndexing.cpp, index_backward, which does not check the indices).
-IN_PLACE: Final = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.index_put.default: aten._index_put_impl_.default,
-}
 
 
 class EagerRecorder(TorchDispatchMode):
@@ -89,7 +71,6 @@ class EagerRecorder(TorchDispatchMode):
         # Storages that the step did not make: while a weak reference lives, no other storage gets the address of one.
         self._there: dict[int, StorageWeakRef] = {}
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
-        self._maker: dict[int, int] = {}  # storage -> the node of autograd that was running
         self._paused = self._on = False
         # Storage id -> row after which it was gone (-1: before the first).
         self.died_after: dict[int, int] = {}
@@ -190,21 +171,10 @@ class EagerRecorder(TorchDispatchMode):
             return self._call(func, args, kwargs)
         self.look()
         out = self._call(func, args, kwargs)
-        if func in IN_PLACE and out is args[0]:
-            func, args = in_place(func, args)
         self._record(func, args, kwargs, out)
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.phase == BACKWARD and func in IN_PLACE and not kwargs and isinstance(args[0], FakeTensor):
-            # A sum is of what an earlier node made; else a formula writes into zeros that it has just made and has.
-            made_now = self._maker.get(storage_key(args[0])) == self._node()
-            written = made_now is not (func is aten.add.Tensor)
-            alone = written and _alone(args[0], USES_OF_ONE + made_now)
-            # And by autograd's own C++, no hook or function of somebody's in Python.
-            if alone and caller(2, "torch._").f_code.co_name == "_engine_run_backward":
-                func, args = in_place(func, args)
-                return func(*args)
         given = list(tensors_in((args, kwargs)))
         if self.phase != OPTIMIZER or any(isinstance(x, FakeTensor) for x in given):
             return func(*args, **kwargs)
@@ -225,11 +195,6 @@ class EagerRecorder(TorchDispatchMode):
         with disable_current_modes():
             return known.item()
 
-    def _node(self) -> int:
-        """The number of the node of autograd that runs, or has just run, in backward."""
-        node = current_autograd_node() if self.phase == BACKWARD else None
-        return NO_NODE if node is None else node._sequence_nr()
-
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, outputs = list(given_to(func, args, kwargs)), list(tensors_in(out))
         reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
@@ -240,7 +205,6 @@ class EagerRecorder(TorchDispatchMode):
             if storage_key(x) not in self._ids:
                 row = self.row(x, name, ACTIVATION, i)
                 created.append(self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)), watch=True))
-                self._maker[storage_key(x)] = self._node()
         if self.phase == OPTIMIZER:  # which may put something else in the place of what it reads
             for s in self._there.keys() & reads:
                 self._watch(self._there.pop(s), s)
@@ -265,12 +229,6 @@ class EagerRecorder(TorchDispatchMode):
                 flags=flags,
             )
         )
-
-
-def in_place(func: Any, args: Any) -> tuple[Any, Any]:
-    """The op that writes into its first argument in place of one of IN_PLACE, and its arguments."""
-    twin = IN_PLACE[func]
-    return twin, (*args, True) if twin is aten._index_put_impl_.default else args  # True: without checks
 
 
 def _refuse_strangers(args: Any, kwargs: Any) -> None:
@@ -304,20 +262,3 @@ def is_op(func: Any) -> bool:
 def given_to(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors that an op is given; of `lift_fresh` none: what `torch.tensor(...)` gives it is its own output."""
     return iter(()) if func is aten.lift_fresh.default else tensors_in((args, kwargs))
-
-
-def _alone(x: torch.Tensor, uses: int) -> bool:
-    """Return whether a tensor fills its storage, no other tensor shares that, and no other node of autograd waits for
-    it.
-    """
-    storage = x.untyped_storage()  # the second that does
-    whole = storage.nbytes() == x.numel() * x.element_size()
-    return whole and storage_uses(storage._cdata) == 2 and tensor_uses(x) <= uses
-
-
-def caller(depth: int, *but: str) -> FrameType:
-    """The innermost frame, so many calls ago or more, whose module's name does not begin with one of these."""
-    frame = sys._getframe(depth + 1)
-    while frame.f_globals.get("__name__", "").startswith(but) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame

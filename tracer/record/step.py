@@ -30,7 +30,6 @@ from tracer.capture.refusals import check_step
 from tracer.costs.cost import Costs
 from tracer.environment import versions
 from tracer.record.assemble import assemble
-from tracer.record.checks import checked
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
@@ -67,7 +66,7 @@ def differentiated(step: TrainingStep, returned: Any) -> set[int]:
         if phase == OPTIMIZER and any(x.grad is not None for x in could):
             raise Enough
 
-    with contextlib.suppress(Enough), explained(step.name), checked():
+    with contextlib.suppress(Enough), explained(step.name):
         run_step(replace(step, loop=ORDINARY), lambda *_, **__: returned, step.optimizer, until_backward)
     return {id(x) for x in could if x.grad is not None}
 
@@ -119,8 +118,6 @@ def trace_step(
         CaptureError, SpecError: the step cannot be built or captured.
     """
     costs = costs or Costs()
-    if "tf32" in build.policy:
-        costs = replace(costs, tf32=build.policy["tf32"])
     as_gpu = device == "cpu" and target.kind == "cuda"
     with fake_mode() as mode:
         # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.

@@ -78,13 +78,12 @@ class InHand(UserStep):
                 )
 
     def _copy(self, what: str, value: Any, memo: dict[int, Any]) -> Any:
-        known = dict(memo)
         try:
             return copy.deepcopy(value, memo)
         except Exception as error:
             said = (str(error).strip().splitlines() or [""])[0]
             raise SpecError(
-                f"{self.label}: {_culprit(what, value, known)} cannot be copied ({type(error).__name__}: {said}), and "
+                f"{self.label}: the {what} cannot be copied ({type(error).__name__}: {said}), and "
                 "a trace leaves yours as it is by copying it; take it off while you trace, or give its class a "
                 "__deepcopy__, or write a function that makes the step and trace that: my_training.py:build."
             ) from error
@@ -201,18 +200,3 @@ class _Twins:
             return x.detach().to(self._device, copy=True).requires_grad_(x.requires_grad)
 
         return pytree.tree_map_only(torch.Tensor, own, batch)
-
-
-def _culprit(what: str, value: Any, memo: dict[int, Any]) -> str:
-    """Which attribute of a value cannot be copied, the innermost module's first."""
-    modules = list(value.named_modules()) if isinstance(value, nn.Module) else [("", value)]
-    for path, module in reversed(modules):
-        own = vars(module) if hasattr(module, "__dict__") else {}
-        for name, attribute in (
-            (k, v) for k, v in own.items() if k not in ("_parameters", "_buffers", "_modules")
-        ):
-            try:
-                copy.deepcopy(attribute, dict(memo))
-            except Exception:
-                return f"the attribute {'.'.join(p for p in (path, name) if p)} of the {what}"
-    return f"the {what}"

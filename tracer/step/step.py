@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tracer.precision.policy import FLOAT16, Autocast, set_tf32
+from tracer.precision.policy import FLOAT16, Autocast
 from tracer.step.loop_options import loop_of, parse_around
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND, is_build_function
@@ -62,12 +62,10 @@ class BuildStep:
         from tracer.step.user_errors import built
 
         check_device(device)
-        if device.startswith("cuda"):
-            set_tf32(self.policy)
-            # Without a number torch refuses it; the current one is meant.
-            if device != "cuda" and not is_fake():
-                # What asks for the GPU's name, memory, generator or events then asks this one.
-                torch.cuda.set_device(device)
+        # Without a number torch refuses it; the current one is meant.
+        if device.startswith("cuda:") and not is_fake():
+            # What asks for the GPU's name, memory, generator or events then asks this one.
+            torch.cuda.set_device(device)
         random.seed(self.seed)
         # torch's own function would seed a GPU that this step does not touch, too.
         seed = torch.manual_seed if device.startswith("cuda") else torch.default_generator.manual_seed
@@ -87,7 +85,7 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     Args:
         model: a name that `tracer.step.named.models.list_models` lists, or "path/to/file.py:function"
             (without ":function" the function is `build`).
-        options: those of `tracer.api.Options`, optimizer, amp and tf32; None as a value means "not given". A user's
+        options: those of `tracer.api.Options`, optimizer and amp; None as a value means "not given". A user's
             function gets those that its signature names.
         seed: of torch's and Python's random generators, set before each build.
 
