@@ -54,7 +54,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from typing import Any, Final
@@ -62,7 +61,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.bounds.networks import Component, Known, components
+from simulator.bounds.networks import Corner, Known, components, steps_of
 from simulator.core.from_output import relaxed
 from simulator.core.problem import Problem
 from traces.records.trace import EAGER
@@ -94,15 +93,6 @@ class Instant:
             time_ns += ns if over >= nbytes else ns * over // nbytes
             over -= nbytes
         return None if over > 0 else (time_ns, *price)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """One split of one component: what is computed again after the instant, and what is saved for that."""
-
-    component: int  # its first op
-    evicted: tuple[int, ...]  # storages
-    saved: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,14 +261,14 @@ class Instants:
         if op not in self._instants:
             setting = self.setting(op)
             parts = self._components(setting)
-            steps = Counter(step for part in parts for step in part.steps)
+            steps = Counter(step for part in parts for step in steps_of(part))
             # Shifted far enough that two different prices never round to the same int, nor swap places.
             shift = 2 * max((b for _, b in steps), default=1).bit_length()
             ordered = sorted(steps, key=lambda step: ((step[0] << shift) // step[1], step))
             self._instants[op] = Instant(
                 op=op,
                 unavoidable_bytes=setting.unavoidable_bytes,
-                most_bytes=sum(part.corners[0].nbytes for part in parts),
+                most_bytes=sum(part[0].nbytes for part in parts),
                 steps=tuple(step for step in ordered for _ in range(steps[step])),
             )
         return self._instants[op]
@@ -299,22 +289,6 @@ class Instants:
         worth.sort(key=lambda i: (-self.peaks[i], i))
         return [TURN, *worth[:MOST_INSTANTS]]
 
-    def cuts(self, op: int) -> tuple[Cut, ...]:
-        """The cuts of all components of an instant, by rising price; at first everything that may be is saved.
-
-        A later cut of a component takes the place of its earlier ones.
-        """
-        out: list[tuple[Fraction, Cut]] = []
-        for part in self._components(self.setting(op)):
-            # Before the first price: what runs again at no price.
-            prices = (Fraction(-1), *(Fraction(*step) for step in part.steps))
-            for price, corner in zip(prices, part.corners, strict=True):
-                evicted = tuple(s for p in corner.again for s in part.outputs[p])
-                saved = tuple(part.links[x] for x in corner.saved)
-                if evicted or saved:
-                    out.append((price, Cut(component=part.ops[0], evicted=evicted, saved=saved)))
-        return tuple(cut for _, cut in sorted(out, key=lambda c: (c[0], c[1].component)))
-
     def setting(self, op: int) -> Setting:
         """Return what is in memory while op `op` first runs, or at the turn."""
         at = self.turn if op == TURN else op
@@ -333,7 +307,7 @@ class Instants:
         wanted = made & ~forced & (self._last_read > after)
         return Setting(unavoidable_bytes=unavoidable, wanted=wanted, forced=forced, at=at)
 
-    def _components(self, setting: Setting) -> list[Component]:
+    def _components(self, setting: Setting) -> list[tuple[Corner, ...]]:
         made = (self.producer >= 0) & (self.producer < min(setting.at, self.turn))
         link = made & ~setting.wanted & ~setting.forced
         return list(components(self.problem, setting.wanted.tolist(), link.tolist(), self._known))

@@ -8,7 +8,7 @@ alike, of which repeated layers make many, are solved once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from simulator.core.problem import Problem
@@ -61,12 +61,10 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corner:
-    """One way to split a component that is best at some price: what runs again, and what is saved."""
+    """A split of a component that is best at some price: the time of what runs again, the bytes of what is saved."""
 
     time_ns: int
     nbytes: int
-    again: tuple[int, ...] = field(default=(), compare=False)  # positions of the ops that run again
-    saved: tuple[int, ...] = field(default=(), compare=False)  # of the links that are saved for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ def corners(ops: tuple[Rerun, ...], links: tuple[Link, ...]) -> tuple[Corner, ..
         time_ns, saved = ops[0].time_ns, ops[0].saved_bytes
         if time_ns < 0 or not saved:
             return (Corner(time_ns=0, nbytes=saved),)
-        end = Corner(time_ns=time_ns, nbytes=0, again=(0,))
+        end = Corner(time_ns=time_ns, nbytes=0)
         return (Corner(time_ns=0, nbytes=saved), end) if time_ns else (end,)
     all_bytes = sum(o.saved_bytes for o in ops) + sum(x.nbytes for x in links)
     all_time = sum(o.time_ns for o in ops if o.time_ns > 0)
@@ -134,33 +132,22 @@ def _cut(ops: tuple[Rerun, ...], links: tuple[Link, ...], per_ns: int, per_byte:
         time_ns=sum(o.time_ns for o, r in zip(ops, again[:n], strict=True) if r),
         nbytes=sum(o.saved_bytes for o, r in zip(ops, again[:n], strict=True) if not r)
         + sum(x.nbytes for k, x in enumerate(links) if again[n + k] and not again[x.maker]),
-        again=tuple(p for p in range(n) if again[p]),
-        saved=tuple(k for k, x in enumerate(links) if again[n + k] and not again[x.maker]),
     )
 
 
 Known = dict[tuple[tuple[Rerun, ...], tuple[Link, ...]], tuple[Corner, ...]]  # network -> its corners
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
-    """Ops that links connect: storages that are wanted only if one of the ops that read them runs again."""
-
-    ops: tuple[int, ...]  # rising
-    outputs: tuple[tuple[int, ...], ...]  # of each op, those that are wanted in any case
-    links: tuple[int, ...]  # storages, rising
-    corners: tuple[Corner, ...]
-
-    @property
-    def steps(self) -> list[tuple[int, int]]:
-        """From corner to corner: (added time, bytes saved)."""
-        return [(b.time_ns - a.time_ns, a.nbytes - b.nbytes) for a, b in pairwise(self.corners)]
+def steps_of(found: tuple[Corner, ...]) -> list[tuple[int, int]]:
+    """From corner to corner: (added time, bytes saved)."""
+    return [(b.time_ns - a.time_ns, a.nbytes - b.nbytes) for a, b in pairwise(found)]
 
 
 def components(
     problem: Problem, wanted: Sequence[bool], link: Sequence[bool], known: Known
-) -> Iterator[Component]:
-    """All components with a wanted storage, at an instant.
+) -> Iterator[tuple[Corner, ...]]:
+    """The corners of each component with a wanted storage, at an instant: ops that links connect, storages that are
+    wanted only if one of the ops that read them runs again.
 
     Args:
         problem: the trace.
@@ -201,11 +188,11 @@ def components(
         members[find(producer[s])][1].append(s)
     for mine, links in members.values():
         place = {p: k for k, p in enumerate(mine)}
-        outputs = tuple(tuple(s for s in problem.creates[p] if wanted[s]) for p in mine)
+        outputs = (sum(nbytes[s] for s in problem.creates[p] if wanted[s]) for p in mine)
         network = (
             tuple(
-                Rerun(ops.time_ns[p] if problem.may_rerun[p] else -1, sum(nbytes[s] for s in made))
-                for p, made in zip(mine, outputs, strict=True)
+                Rerun(ops.time_ns[p] if problem.may_rerun[p] else -1, saved)
+                for p, saved in zip(mine, outputs, strict=True)
             ),
             tuple(
                 Link(nbytes[s], place[producer[s]], tuple(sorted(place[p] for p in readers[s])))
@@ -214,4 +201,4 @@ def components(
         )
         if network not in known:
             known[network] = corners(*network)
-        yield Component(ops=tuple(mine), outputs=outputs, links=tuple(links), corners=known[network])
+        yield known[network]

@@ -4,7 +4,8 @@ One walk over backward. What a chain rebuilds stays for its later uses; where a 
 idle then goes, first what is large, soon rebuilt and not needed for long, each from its last reader on (an eviction).
 
 Counts: all that is in memory at each step, as far as it is known then. Ignores: that a saved value may go before the
-last use that anything made from it has; that an eviction makes later chains longer. The walk that follows sees both.
+last use that anything made from it has; that an eviction makes later chains longer; that a value which goes where an op
+reads it may give the op its memory. The walk that follows sees all of it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ OF_STORAGE: Final = table(
     [
         ("weight", np.float64),  # makes it go sooner or later
         ("best_weight", np.float64),  # in the best state so far
-        ("last_use", np.int32),  # the last op of backward that reads it
-        ("may_stay", np.int32),  # whether a rebuilt one may: whether it is a candidate
+        ("last_use", np.int32),  # the last op of backward that reads it, of a link: that may need it
+        ("is_link", np.int32),  # whether only recomputations read it
         # Work space.
         ("cost", np.float64),  # time that it takes to make it again
         ("chain_of", np.int32),  # the op for which it was read or made last
@@ -48,6 +49,7 @@ class Retaining(NamedTuple):
     done: Any
     ops: Any  # [op + 1] of OF_OP
     storages: Any  # [storage] of OF_STORAGE
+    may_stay: Any  # [storage]: whether a rebuilt one stays: candidates, and the links that a walk chose
     held: Any  # rebuilt values that stay
 
 
@@ -103,7 +105,7 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
         total = ops[b].time_ns + 1.0
         for i in range(ops[b].needs_at, ops[b + 1].needs_at):
             y = ids[i]
-            if not saved[y] and not of_storage[y].may_stay:
+            if not saved[y] and not r.may_stay[y]:
                 total += of_storage[y].cost
         of_storage[s].cost = min(total, 1e15)
     for k in range(ops.shape[0] - 1):
@@ -137,7 +139,7 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
             if k < n_order:
                 for j in range(ops[b].creates_at, ops[b + 1].creates_at):
                     s = ids[j]
-                    stay = of_storage[s].may_stay and of_storage[s].last_use > c
+                    stay = r.may_stay[s] and of_storage[s].last_use > c
                     if here[s] or not (work.demanded[s] == c or stay):
                         continue
                     if of_storage[s].chain_of != c:

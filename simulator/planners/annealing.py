@@ -1,14 +1,12 @@
 """Simulated annealing: from one plan's state to a cheaper one within the budget.
 
-A move changes what happens to one value or to two neighbours: saved or recomputed, a rebuilt value retained or not,
-saved for the sake of recomputations, evicted after an op or not (`simulator.kernels.anneal`). A *coarse* walk only
-chooses what is saved, also a whole stretch of forward at a time; what becomes of rebuilt values follows from that
-(`simulator.kernels.retain`). So saving one more large value is one move, where a fine walk would have to make room
-for it first, at many steps. Every move is judged by the exact evaluation. Being over the budget is allowed on the way,
-at a price that rises while the walk stays over it and falls while it does not (strategic oscillation), because the way
-between two good plans often leads through a bad one. What is paid for is the root of the sum of the squares of the
-bytes over, step by step: the many steps that one large value lifts a little cost less than in their sum, and unlike in
-their maximum each one that is mended counts.
+A walk chooses what is saved: a move turns one value or two neighbours, or a whole stretch of forward at a time
+(`simulator.kernels.anneal`); what becomes of rebuilt values follows from that (`simulator.kernels.retain`). Every move
+is judged by the exact evaluation. Being over the budget is allowed on the way, at a price that rises while the walk
+stays over it and falls while it does not (strategic oscillation), because the way between two good plans often leads
+through a bad one. What is paid for is the root of the sum of the squares of the bytes over, step by step: the many
+steps that one large value lifts a little cost less than in their sum, and unlike in their maximum each one that is
+mended counts.
 
 Source: Kirkpatrick, Gelatt, Vecchi 1983; the price on violations after Glover's strategic oscillation (1977).
 """
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
-from simulator.core.problem import Problem
 from simulator.kernels.anneal import BORDER_AT, HIGHEST, MOVE_KINDS, TALLY, VALUE, Moves, Walked, anneal
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 from simulator.kernels.walk import pack_rows
@@ -36,33 +33,32 @@ COLD: Final = 0.02  # the last one
 # what the bound says that the last byte costs.
 PRICE, MARGIN = 10.0, 2.0
 REVIEWS, LEAST_REVIEW = 400, 20  # corrections of that price in a walk, and the least moves between two
-MOST_STEPS: Final = 4_000_000  # and the most steps between two, some 50 ms: the clock is looked at then
+MOST_STEPS: Final = 1_400_000  # and the most steps between two, some 50 ms: the clock is looked at then
 DEARER, CHEAPER = 1.1, 0.96
 ROOM: Final = 4  # a state with more steps than so many times those of the first is not looked at
 NOT_WALKED: Final = 1 << 62
 MOST_CROSSING: Final = 64
-# How often each kind of move is made, in the order in which `kernels.anneal` numbers them; and in a coarse walk.
-CHANCES: Final = (0.40, 0.30, 0.10, 0.10, 0.04, 0.06, 0.0, 0.0, 0.0)
-COARSE: Final = (0.30, 0.30, 0.0, 0.0, 0.0, 0.0, 0.10, 0.10, 0.20)
+# How often each kind of move is made, in the order in which `kernels.anneal` numbers them.
+CHANCES: Final = (0.30, 0.30, 0.20, 0.10, 0.10)
 
 
 class Annealer:
     """A walk over the states of one trace and one budget; equal seeds and move counts give equal walks."""
 
-    def __init__(self, evaluator: Evaluator, problem: Problem, budget_bytes: int, seed: int) -> None:
-        self.evaluator, self.problem, self.budget_bytes = evaluator, problem, budget_bytes
+    def __init__(self, evaluator: Evaluator, budget_bytes: int, seed: int) -> None:
+        self.evaluator, self.budget_bytes = evaluator, budget_bytes
         self.best: Found | None = None  # the cheapest state seen within the budget
         self.lowest_peak_bytes = 1 << 62
-        nbytes, ev = evaluator.nbytes, evaluator
+        ev, nbytes, problem = evaluator, evaluator.nbytes, evaluator.problem
         self.largest = max((nbytes[s] for s in problem.candidates), default=0)
         least = max(1, self.largest // NEGLIGIBLE_SHARE)
-        self.candidates = [s for s in problem.candidates if nbytes[s] >= least]
-        # Values that backward does not read, saved or retained for the sake of recomputations alone.
-        self.links = [s for s in ev.made_forward if nbytes[s] >= least and problem.recompute_only[s]]
-        self.neighbours = sorted((*self.candidates, *self.links), key=lambda s: (ev.producer[s], s))
-        times = [t for t in (ev.time_ns[ev.producer[s]] for s in self.candidates) if t]
+        candidates = [s for s in problem.candidates if nbytes[s] >= least]
+        # Values that backward does not read are saved for the sake of recomputations alone.
+        links = [s for s in ev.made_forward if nbytes[s] >= least and problem.recompute_only[s]]
+        self.values = sorted((*candidates, *links), key=lambda s: (ev.producer[s], s)) if candidates else []
+        times = [t for t in (ev.time_ns[ev.producer[s]] for s in candidates) if t]
         self.unit_ns = float(median(times)) if times else 1.0
-        assert len(CHANCES) == len(COARSE) == MOVE_KINDS
+        assert len(CHANCES) == MOVE_KINDS
         self.rng = np.array([(2 * seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)], np.uint64)  # never 0
         self.moves, self.retaining = self._moves(), self._retaining()
 
@@ -75,63 +71,50 @@ class Annealer:
         heat: float = 1.0,
         target_ns: int = 0,
         ns_per_byte: float = 0.0,
-        coarse: bool = False,
     ) -> Found | None:
-        """Walk from `state`, which is not changed; the best plan of all walks so far, None if none fits.
+        """Walk from what `state` saves; the best plan of all walks so far, None if none fits.
 
         Args:
-            state: where to begin; may be over the budget.
+            state: where to begin, not changed; may be over the budget.
             steps: how many to walk in all, as `kernels.anneal` counts them.
             clock: when to end before that, wherever it is.
             heat: scales the first temperature.
             target_ns: a time of the step that is good enough to end at.
             ns_per_byte: what the last byte of the budget is worth at least.
-            coarse: choose only what is saved; of `state` only that is taken.
         """
-        if not self.candidates or steps <= 0:
+        if not self.values or steps <= 0:
             return self.best
         hot, cold = heat * HOT * self.unit_ns, COLD * self.unit_ns
         price = max(PRICE * HOT * self.unit_ns / max(1, self.largest), MARGIN * ns_per_byte)
-        walk = Walk(self, state, coarse)
+        walk = Walk(self, state)
         while walk.steps < steps and not clock.over and not (self.best and self.best.time_ns <= target_ns):
             temperature = hot * (cold / hot) ** (walk.steps / steps)
-            some = min(1 + steps // REVIEWS, MOST_STEPS)
-            until, added_ns = min(steps, walk.steps + some), target_ns - self.evaluator.base_time_ns
-            walk.go(until, temperature, price, added_ns)
+            until = min(steps, walk.steps + min(1 + steps // REVIEWS, MOST_STEPS))
+            walk.go(until, temperature, price, target_ns - self.evaluator.base_time_ns)
             price *= DEARER if walk.over else CHEAPER
         return self.best
 
     def _moves(self) -> Moves:
         ev, sts = self.evaluator, self.evaluator.trace.storages
-        made = [ev.producer[s] for s in self.neighbours]
-        ends = [ev.before[max(sts.last_forward_use[s], 0)] for s in self.neighbours]
+        made = [ev.producer[s] for s in self.values]
+        ends = [ev.before[max(sts.last_forward_use[s], 0)] for s in self.values]
         crossing: list[list[int]] = []  # [position of forward]: what is made up to it and read after it
         now: list[tuple[int, int]] = []
         k = 0
         for p in range(ev.forward):
             now = [(end, s) for end, s in now if end > p]
             while k < len(made) and made[k] == p:
-                now += [(ends[k], self.neighbours[k])] if ends[k] > p else []
+                now += [(ends[k], self.values[k])] if ends[k] > p else []
                 k += 1
             crossing.append([s for _, s in now] if len(now) <= MOST_CROSSING else [])
-        # The ops of backward at which a rebuilt value may be evicted: those that need something from forward.
-        consumers = [k for k in range(ev.forward, len(ev.op_id)) if ev.needs[k]]
         values, borders = np.zeros(len(made), VALUE), np.zeros(ev.forward + 1, BORDER_AT)
-        values["storage"], values["made"] = self.neighbours, made
+        values["storage"], values["made"] = self.values, made
         borders["cross_at"], cross = pack_rows(crossing)
         borders["cross_bytes"][:-1] = [sum(ev.nbytes[s] for s in c) or HIGHEST for c in crossing]
-        return Moves(
-            values=values,
-            candidates=np.array(self.candidates, np.int32),
-            links=np.array(self.links, np.int32),
-            consumers=np.array(consumers, np.int32),
-            borders=borders,
-            cross=cross,
-            chances=np.cumsum(CHANCES),
-        )
+        return Moves(values=values, borders=borders, cross=cross, chances=np.cumsum(CHANCES))
 
     def _retaining(self) -> Retaining:
-        ev = self.evaluator
+        ev, problem = self.evaluator, self.evaluator.problem
         n_st, n_op = len(ev.nbytes), len(ev.op_id)
         last_use = [ev.before[k] if k >= 0 else -1 for k in ev.last_backward_use]
         # Until when something may need each storage: itself, or what is made from it.
@@ -147,59 +130,44 @@ class Annealer:
         ops, storages = np.zeros(n_op + 1, OF_OP), np.zeros(n_st, OF_STORAGE)
         ops["done_at"], done = pack_rows(going)
         settled = np.cumsum(ev.settled)
-        fixed = ev.most_resident_bytes + settled - np.array(ev.settled)
-        ops["fixed_bytes"][:-1] = fixed
+        ops["fixed_bytes"][:-1] = ev.most_resident_bytes + settled - np.array(ev.settled)
         storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
-        storages["may_stay"][[*self.problem.candidates, *self.problem.reloaded]] = 1
-        return Retaining(done=done, ops=ops, storages=storages, held=np.zeros(n_st, np.int32))
+        storages["is_link"] = problem.recompute_only
+        storages["last_use"] = np.where(problem.recompute_only, until, last_use)
+        may_stay = np.zeros(n_st, np.uint8)
+        may_stay[[*problem.candidates, *problem.reloaded]] = 1
+        return Retaining(
+            done=done, ops=ops, storages=storages, may_stay=may_stay, held=np.zeros(n_st, np.int32)
+        )
 
 
 class Walk:
     """Where one walk is, as the arrays that the kernel edits."""
 
-    def __init__(self, annealer: Annealer, state: State, coarse: bool) -> None:
-        self.annealer, self.evaluator, self.coarse = annealer, annealer.evaluator, coarse
-        ev, budget_bytes, moves = self.evaluator, annealer.budget_bytes, annealer.moves
+    def __init__(self, annealer: Annealer, state: State) -> None:
+        self.annealer, ev = annealer, annealer.evaluator
         known = annealer.retaining.storages
-        saved, retained = state.saved.copy(), state.retained.copy()
-        retained[(saved != 0) & (known["may_stay"] != 0)] = 1
-        if coarse:
-            candidates = np.array(annealer.neighbours, np.int32)
-            moves = moves._replace(candidates=candidates, chances=np.cumsum(COARSE))
-            retained[:] = known["may_stay"]
-            # Its weights are those with which it was found, if a coarse walk found it; else all the same.
-            found = annealer.best is not None and state is annealer.best.state
-            known["weight"] = known["best_weight"] if found else 1.0
-        self.moves = moves
-        pairs = [(k, s) for k, each in sorted(state.evictions.items()) for s in sorted(set(each))]
-        room = 2 * len(pairs) + 4 * len(annealer.neighbours) + 64
-        evictions, best_evictions, before = np.zeros((3, 2, room), np.int32)
-        if pairs:
-            evictions[:, : len(pairs)] = np.array(pairs, np.int32).T
-        peak_bytes, added_ns, _, steps = ev.walk(state)
-        excess = np.maximum(ev.peaks(steps) - budget_bytes, 0).astype(np.float64)
+        # Its weights are those with which it was found, if a walk found it; else all the same.
+        found = annealer.best is not None and state is annealer.best.state
+        known["weight"] = known["best_weight"] if found else 1.0
+        saved, may_stay = state.saved.copy(), annealer.retaining.may_stay
+        may_stay[known["is_link"] != 0] = state.retained[known["is_link"] != 0]
+        evictions, best_evictions = np.zeros((2, 2, 4 * len(annealer.values) + 64), np.int32)
+        *_, steps = ev.walk(state)
         self.work = ev.work_space(ev.forward + ROOM * (steps - ev.forward))
         figures = np.zeros(1, TALLY)
         self.figures = figures[0]
-        self.figures["added_ns"] = added_ns
-        self.figures["over_bytes"] = int(np.sqrt(np.square(excess).sum()))
-        self.figures["evictions"] = len(pairs)
-        self.figures["lowest_peak_bytes"] = min(peak_bytes, annealer.lowest_peak_bytes)
-        time_ns = ev.base_time_ns + added_ns
-        if not self.over and (annealer.best is None or time_ns < annealer.best.time_ns):
-            annealer.best = Found(state=state.copy(), time_ns=time_ns)
+        # What becomes of what is not saved is decided anew, so the first move is taken.
+        self.figures["added_ns"] = NOT_WALKED
+        self.figures["lowest_peak_bytes"] = annealer.lowest_peak_bytes
         best = annealer.best
         self.figures["best_added_ns"] = NOT_WALKED if best is None else best.time_ns - ev.base_time_ns
-        if coarse:  # what becomes of what is not saved is decided anew, so the first move is taken
-            self.figures["added_ns"] = NOT_WALKED
         self.walked = Walked(
             saved=saved,
-            retained=retained,
             evictions=evictions,
-            best=np.stack((saved, retained)),
+            best=np.stack((saved, may_stay)),
             best_evictions=best_evictions,
-            before=before,
-            log=np.zeros((3, 2 * len(annealer.neighbours) + 8), np.int32),
+            log=np.zeros(2 * len(annealer.values) + 8, np.int32),
             rng=annealer.rng,
             figures=figures,
         )
@@ -216,26 +184,23 @@ class Walk:
         self, until: int, temperature: float, price: float, target_ns: int, least: int = LEAST_REVIEW
     ) -> None:
         """Go on until so many steps have been walked, and at least so many moves made; tells the annealer."""
-        annealer, w = self.annealer, self.walked
+        annealer, ev, w = self.annealer, self.annealer.evaluator, self.walked
         before = int(self.figures["best_added_ns"])
         anneal(
-            until, least, temperature, price, target_ns, annealer.budget_bytes, self.moves, self.evaluator.facts,
-            self.work, w, annealer.retaining, self.coarse,
+            until, least, temperature, price, target_ns, annealer.budget_bytes, annealer.moves, ev.facts,
+            self.work, w, annealer.retaining,
         )  # fmt: skip
         annealer.lowest_peak_bytes = int(self.figures["lowest_peak_bytes"])
         best_ns = int(self.figures["best_added_ns"])
         if best_ns < before:
-            found = state_of(w.best[0], w.best[1], w.best_evictions[:, : int(self.figures["best_evictions"])])
-            annealer.best = Found(state=found, time_ns=self.evaluator.base_time_ns + best_ns)
-
-    def state(self) -> State:
-        w = self.walked
-        return state_of(w.saved, w.retained, w.evictions[:, : int(self.figures["evictions"])])
+            pairs = w.best_evictions[:, : int(self.figures["best_evictions"])]
+            found = state_of(w.best[0], w.best[1], pairs)
+            annealer.best = Found(state=found, time_ns=ev.base_time_ns + best_ns)
 
 
-def state_of(saved: NDArray[np.uint8], retained: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:
-    """A copy of a state whose evictions are rows of ops and storages."""
+def state_of(saved: NDArray[np.uint8], may_stay: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:
+    """A state of which all stays that may, but for evictions, rows of ops and storages."""
     evictions: dict[int, tuple[int, ...]] = {}
     for k, s in pairs.T.tolist():
         evictions[k] = (*evictions.get(k, ()), s)
-    return State(saved=saved.copy(), retained=retained.copy(), evictions=evictions)
+    return State(saved=saved.copy(), retained=may_stay.copy(), evictions=evictions)

@@ -118,9 +118,6 @@ class Search:
         self.trace, self.problem, self.budget_bytes = trace, problem, budget_bytes
         self.evaluator = evaluator_of(problem)
         self.lowest_peak_bytes = 1 << 62
-        self.is_candidate = bytearray(len(trace.storages))
-        for s in problem.candidates:
-            self.is_candidate[s] = 1
         self.large = max((trace.storages.nbytes[s] for s in problem.candidates), default=0) // NEGLIGIBLE
         self.candidates = np.array(problem.candidates, np.int64)
         self.nbytes = np.array(trace.storages.nbytes, np.int64)
@@ -344,7 +341,8 @@ class _Offer:
         links = [s for s in ev.made_forward if ev.nbytes[s] and problem.recompute_only[s]]
         saved = [s for s in (*problem.candidates, *links) if is_saved[s]]
         saved.sort(key=lambda s: ((costs.of(s) + 1) / ev.nbytes[s], s))
-        self.is_candidate = np.frombuffer(search.is_candidate, np.uint8)
+        self.is_candidate = np.zeros(len(ev.nbytes), np.uint8)
+        self.is_candidate[list(problem.candidates)] = 1
         self.saved = np.array(saved, np.int64)
         self.nbytes = np.array([ev.nbytes[s] for s in saved], np.int64)
         self.cost_ns = np.array([costs.of(s) for s in saved], np.int64)

@@ -1,14 +1,9 @@
 """The default planner: the best plan that a limited time finds.
 
-First μ-TWO's greedy (`mu_two`) and plans from the cuts behind the certified bound: at one instant these are the
-cheapest way to free any number of bytes there, so a plan made from the one that just fits costs little more than the
-bound, unless other instants or the recomputations themselves need the memory. If the better one is as good as the bound
-allows, that is the answer. Else simulated annealing (`annealing`), until the gap to the bound is
-closed, the first walks show that what is left of it is the bound's slack, or the time is over: short cool walks from
-these plans and from the best, again and again, since one alone often ends in a plan that no single change improves;
-then cooler and cooler ones from the best, first coarse ones, which find what to save where the budget is tight. Where
-no plan is known yet, coarse walks come first; they also tell how low a peak can be where no plan can fit. Whatever was
-found is then tidied: what need not be evicted is saved again.
+First μ-TWO's greedy (`mu_two`). If its plan is as good as the certified bound allows, that is the answer. Else
+simulated annealing (`annealing`) from it, from everything saved and from the best plan so far, cooler and cooler, until
+the gap to the bound is closed, a walk shows that what is left of it is the bound's slack, or the time is over. Where no
+plan can fit, walks tell how low a peak can be. Whatever was found is tidied.
 
 Counts: the exact peak and time of every plan tried, as `simulator.core.problem` counts them. Ignores: reordering of the
 step itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the
@@ -18,52 +13,38 @@ machine is so slow that the time runs out first; so equal seeds make equal plans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from typing import Final
 
-from simulator.bounds import Bound, Instants, bounder_of
-from simulator.core.evaluator import Evaluator, State
+from simulator.bounds import bounder_of
 from simulator.core.from_output import taken, with_swaps
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
-from simulator.planners.mu_two import Found, Search, cheapest, segmented, tidy
+from simulator.planners.mu_two import Found, Search, cheapest, tidy
 from simulator.planners.outcome import finish, refuse
-from simulator.planners.segments import segmentations
 from traces.errors import BudgetError
 from traces.records.plan import Plan
 
 # A plan so close to the bound, in shares of the step, is good enough.
 CLOSED: Final = 0.0005
-# Where the walks up to the first one from the best plan gain less than STALE of the step, or close less than SLACK of
-# the gap, from a plan within NEAR_BOUND of the bound, what is left is mostly the bound's own slack, and the search
-# ends. Of 30 such budgets of nine traces, all other walks gained less than STALE on 26, and at most 0.1 points of the
-# step on four. Where they gained more, those first ones had closed more than a quarter of the gap.
+# Where a walk from the best plan gains less than STALE of the step, or closes less than SLACK of the gap, from a plan
+# within NEAR_BOUND of the bound, what is left is mostly the bound's own slack, and the search ends.
 NEAR_BOUND, STALE, SLACK = 0.03, 0.0001, 1 / 8
 # What a step of a walk is reckoned to take: half as much again as it takes on the 2-core machine where it was measured
-# (10 to 14 ns; up to twice that on 50,000 ops, whose facts do not fit the caches).
-STEP_NS: Final = 16
-STEP_NS_PER_OP: Final = 1 / 4000
+# (30 to 42 ns; up to twice that on 50,000 ops, whose facts do not fit the caches).
+STEP_NS: Final = 48
+STEP_NS_PER_OP: Final = 1 / 1300
 # A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
-MOVES_PER_PAIR: Final = 40
-# Shares of the time. Where a plan is known: a coarse walk from everything saved, then WALK_ROUNDS times a short one
-# from each plan and from the best. Where none is: coarse walks. What is left is for walks from the best: whether
-# coarse, how hot, and their share of that. The last walks were tried on ResNet-152 and DenseNet-121 where the bound is
-# far: with four fine walks at COOL_HEAT in their place, plans near the floor added one point of the step more.
-COARSE_FIRST: Final = 0.06
-WALK_ROUNDS, SHORT_SHARE = 3, 0.04
-COARSE_SHARE: Final = 1 / 3
-LAST_WALKS: Final = ((True, 0.5, 0.38), (True, 0.25, 0.28), (False, 0.1, 0.17), (False, 0.02, 0.17))
-COOL_HEAT: Final = 0.25
-INSTANTS: Final = 4  # whose cuts are tried: that of the bound and others of high peak
-# For how low a peak can be: at 0.5 and 0.35 the same peaks in ResNet-152, at 0.25 one 2 % higher.
+MOVES_PER_PAIR: Final = 14
+# How hot each walk begins, and its share of the time. The hottest begins from everything saved, the others from the
+# best.
+AFRESH: Final = 1.0
+WALKS: Final = ((0.25, 0.04), (AFRESH, 0.06), (0.5, 0.34), (0.25, 0.26), (0.1, 0.16), (0.02, 0.14))
+# For how low a peak can be.
 LOWEST_SECONDS: Final = 0.35
 ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
-
-Walk = Callable[..., Found | None]
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -85,180 +66,59 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
 
 
 def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
-    trace = problem.trace
     greedy = Search(problem, budget_bytes, limits.clock())
-    bound = bounder_of(problem).bound(budget_bytes)
-    good_enough_ns = trace.time_ns + bound.added_time_ns + int(CLOSED * trace.time_ns)
-    known = [found] if (found := cheapest(greedy)) else []
-    if not known and not bound.feasible:
-        raise refuse(problem, "search", budget_bytes, _lowest_peak(greedy, limits))
-    if not known or known[0].time_ns > good_enough_ns:
-        known += [found] if (found := best_cut(greedy, bound, good_enough_ns - trace.time_ns)) else []
-    best = min(known, key=lambda found: found.time_ns, default=None)
-    if best is None or best.time_ns > good_enough_ns:
-        best = _anneal(greedy, known, bound, good_enough_ns, limits)
+    best, bound = cheapest(greedy), bounder_of(problem).bound(budget_bytes)
+    least_ns, floor_bytes = problem.trace.time_ns + bound.added_time_ns, bounder_of(problem).floor.peak_bytes
+    good_enough_ns = least_ns + int(CLOSED * problem.trace.time_ns)
+    if best is None and not bound.feasible:
+        # The greedy ends where no single step lowers the peak, some percent above what is possible.
+        if budget_bytes < floor_bytes < greedy.lowest_peak_bytes:
+            limits = replace(limits, seconds=min(LOWEST_SECONDS, limits.seconds))
+            lower = Search(problem, floor_bytes, limits.clock())
+            anneal(lower, None, limits, ANY_NS, ANY_NS)
+            greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, lower.lowest_peak_bytes)
+    elif best is None or best.time_ns > good_enough_ns:
+        ns_per_byte = bound.price_ns / bound.price_bytes
+        best = anneal(greedy, best, limits, least_ns, good_enough_ns, ns_per_byte)
     if best is None:
         raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
     return finish(problem, "search", budget_bytes, greedy.evaluator.actions(best.state))
 
 
-def _steps(seconds: float, ops: int) -> int:
-    """How many steps walks over so many ops are reckoned to take in that time."""
-    return int(seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * ops))
-
-
-def _lowest_peak(greedy: Search, limits: Limits) -> int:
-    """The lowest peak that coarse walks for a budget of the floor itself find, where the budget is below the floor: the
-    greedy ends where no single step lowers the peak, some percent above that."""
-    ev, floor_bytes = greedy.evaluator, bounder_of(greedy.problem).floor.peak_bytes
-    if not greedy.budget_bytes < floor_bytes < greedy.lowest_peak_bytes:
-        return greedy.lowest_peak_bytes
-    annealer = Annealer(ev, greedy.problem, floor_bytes, limits.seed)
-    seconds = min(LOWEST_SECONDS, limits.seconds)
-    clock = replace(limits, seconds=seconds).clock()
-    starts = [ev.state(), min(segmentations(ev), key=lambda found: found.peak_bytes).state]
-    for start in starts:
-        steps = _steps(seconds, len(ev.op_id)) // len(starts)
-        annealer.run(start, steps, clock=clock, target_ns=ANY_NS, coarse=True)
-    return min(greedy.lowest_peak_bytes, annealer.lowest_peak_bytes)
-
-
-# Plans from cuts
-
-
-def states(
-    evaluator: Evaluator, problem: Problem, instants: Instants, op: int
-) -> Iterator[tuple[int, State]]:
-    """(bytes in memory at the instant, state) by rising price per byte; the first saves everything.
-
-    One and the same State is yielded again and again, edited in place: copy what is to last.
-    """
-    setting, nbytes = instants.setting(op), evaluator.nbytes
-    level = setting.unavoidable_bytes + sum(compress(nbytes, setting.wanted))
-    candidates = frozenset(problem.candidates)
-    state = evaluator.state()
-    saved, retained = state.saved.copy(), state.retained.copy()
-    touched: dict[int, tuple[int, ...]] = {}
-    freed: dict[int, int] = {}
-    yield level, state
-    for cut in instants.cuts(op):
-        # The component's earlier cut is taken back, this one takes its place.
-        for s in touched.get(cut.component, ()):
-            state.saved[s], state.retained[s] = saved[s], retained[s]
-        evicted = tuple(s for s in cut.evicted if s in candidates)
-        for s in evicted:
-            state.saved[s], state.retained[s] = 0, 1
-        for s in cut.saved:
-            state.saved[s] = 1
-        touched[cut.component] = (*evicted, *cut.saved)
-        frees = sum(nbytes[s] for s in cut.evicted) - sum(nbytes[s] for s in cut.saved)
-        level += freed.get(cut.component, 0) - frees
-        freed[cut.component] = frees
-        yield level, state
-
-
-def best_cut(search: Search, bound: Bound, good_enough_added_ns: int) -> Found | None:
-    """The cheapest plan that cuts lead to, None if none of them fits; ends at an added time that is good enough."""
-    instants = bounder_of(search.problem)
-    ops = dict.fromkeys((bound.op, *instants.overfull(search.budget_bytes)[:INSTANTS]))
-    best: Found | None = None
-    for op in list(ops)[:INSTANTS]:
-        for state in _starts(search, instants, op):
-            if search.clock.over or (best and best.time_ns - search.trace.time_ns <= good_enough_added_ns):
-                return best
-            if search.evict(state):
-                found = tidy(search, state)
-                if best is None or found.time_ns < best.time_ns:
-                    best = found
-    return best
-
-
-def _starts(search: Search, instants: Instants, op: int) -> list[State]:
-    """Around the first state that fits at the instant: the one before, that one, and the next that fits everywhere.
-
-    How far to go for the last is doubled each time, so that few are looked at.
-    """
-    over, fitting, away = None, list[State](), 0
-    for level, state in states(search.evaluator, search.problem, instants, op):
-        if level > search.budget_bytes:
-            over = state.copy()
-            continue
-        away += 1
-        if away & (away - 1):
-            continue
-        fits = search.walk(state)[0] <= search.budget_bytes
-        if away == 1 or fits:
-            fitting.append(state.copy())
-        if fits:
-            break
-    return fitting if over is None else [over, *fitting]
-
-
-# Walks
-
-
-def _anneal(
-    greedy: Search, known: list[Found], bound: Bound, good_enough_ns: int, limits: Limits
+def anneal(
+    greedy: Search,
+    best: Found | None,
+    limits: Limits,
+    least_ns: int,
+    good_enough_ns: int,
+    ns_per_byte: float = 0.0,
 ) -> Found | None:
-    """The best plan that walks find, tidied."""
-    ev = greedy.evaluator
-    annealer = Annealer(ev, greedy.problem, greedy.budget_bytes, limits.seed)
-    n_op = len(ev.op_id)
-    steps = min(_steps(limits.seconds, n_op), MOVES_PER_PAIR * len(annealer.neighbours) ** 2 * n_op)
-    walk = partial(
-        annealer.run,
-        clock=greedy.clock,
-        target_ns=good_enough_ns,
-        ns_per_byte=bound.price_ns / bound.price_bytes,
-    )
-    if known:
-        best: Found | None = _improve(annealer, walk, greedy, known, steps, bound)
-    else:
-        best = _find(annealer, walk, greedy, steps)
+    """The best plan that walks find, tidied; None: none is within the budget.
+
+    Args:
+        best: what is known.
+        least_ns: what the step takes at least, by the bound.
+        good_enough_ns: where to end.
+        ns_per_byte: what the last byte of the budget is worth at least.
+    """
+    ev, step_ns = greedy.evaluator, greedy.trace.time_ns
+    annealer, n_op = Annealer(ev, greedy.budget_bytes, limits.seed), len(ev.op_id)
+    annealer.best = best
+    steps = int(limits.seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * n_op))
+    steps = min(steps, MOVES_PER_PAIR * len(annealer.values) ** 2 * n_op)
+    walk = partial(annealer.run, clock=greedy.clock, target_ns=good_enough_ns, ns_per_byte=ns_per_byte)
+    for heat, share in WALKS:
+        before, afresh = best, heat == AFRESH or best is None
+        start = ev.state() if afresh or best is None else best.state
+        found = walk(start, int(share * steps), heat=heat)
+        if found is not None:
+            tidied = tidy(greedy, found.state.copy())
+            best = annealer.best = min(found, tidied, key=lambda f: f.time_ns)
+            if best.time_ns <= good_enough_ns:
+                break
+        if before is not None and best is not None and not afresh:
+            gap_ns, gain_ns = before.time_ns - least_ns, before.time_ns - best.time_ns
+            if gap_ns < NEAR_BOUND * step_ns and gain_ns < max(STALE * step_ns, SLACK * gap_ns):
+                break
     greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, annealer.lowest_peak_bytes)
-    return tidy(greedy, best.state.copy()) if best else None
-
-
-def _improve(
-    annealer: Annealer, walk: Walk, greedy: Search, known: list[Found], steps: int, bound: Bound
-) -> Found:
-    """The best plan of walks that start at plans within the budget."""
-    time_ns = greedy.trace.time_ns
-    start = annealer.best = min(known, key=lambda found: found.time_ns)
-    gap_ns = start.time_ns - time_ns - bound.added_time_ns
-    worth_ns = max(STALE * time_ns, SLACK * gap_ns) if gap_ns < NEAR_BOUND * time_ns else 0
-    best = walk(greedy.evaluator.state(), int(COARSE_FIRST * steps), coarse=True) or start
-    for _ in range(WALK_ROUNDS):
-        for found in known:
-            best = walk(found.state, int(2 / len(known) * SHORT_SHARE * steps), heat=COOL_HEAT) or best
-            if found is start and start.time_ns - best.time_ns < worth_ns:
-                return best
-        best = walk(best.state, int(SHORT_SHARE * steps), heat=COOL_HEAT) or best
-    rest = int((1 - COARSE_FIRST - 3 * WALK_ROUNDS * SHORT_SHARE) * steps)
-    return _last_walks(annealer, walk, greedy, rest, best)
-
-
-def _find(annealer: Annealer, walk: Walk, greedy: Search, steps: int) -> Found | None:
-    """The best plan of walks that start from everything saved, and where the greedy ends without one."""
-    ev = greedy.evaluator
-    starts = [ev.state(), ev.state(), segmented(greedy)]
-    for state in starts[1:]:
-        greedy.evict(state)
-    for start in starts:
-        walk(start, int(COARSE_SHARE / len(starts) * steps), coarse=True)
-    rest = int((1 - COARSE_SHARE) * steps)
-    if annealer.best is not None:
-        return _last_walks(annealer, walk, greedy, rest, annealer.best)
-    nearest = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes))
-    return walk(nearest, rest)
-
-
-def _last_walks(annealer: Annealer, walk: Walk, greedy: Search, steps: int, best: Found) -> Found:
-    """The best plan of cooler and cooler walks from the best, tidied where a fine walk goes on from a coarse one's."""
-    for coarse, heat, share in LAST_WALKS:
-        best = walk(best.state, int(share * steps), coarse=coarse, heat=heat) or best
-        if coarse:
-            found = tidy(greedy, best.state.copy())
-            if found.time_ns < best.time_ns:
-                best = annealer.best = found
     return best

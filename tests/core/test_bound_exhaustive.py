@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
+from simulator import bounds
 from simulator.bounds import Instant, Instants, Setting, bound_curve, bounder_of, networks
-from simulator.bounds.networks import Component
+from simulator.bounds.networks import Corner
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import search
@@ -225,14 +226,15 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda ops, links: true_corners(ops, tuple(replace(x, nbytes=10**9) for x in links)),
         )
     elif mutation == "outputs paid each":
-        true_steps = Component.steps.fget
-        doubled = property(lambda part: [(2 * time_ns, nbytes) for time_ns, nbytes in true_steps(part)])
-        monkeypatch.setattr(Component, "steps", doubled)
+        true_steps = networks.steps_of
+        monkeypatch.setattr(
+            bounds, "steps_of", lambda part: [(2 * time_ns, nbytes) for time_ns, nbytes in true_steps(part)]
+        )
     else:
         true_components = Instants._components
 
         # What t reads is in memory and paid for; forgetting that makes it cost time again.
-        def without_forced(self: Instants, setting: Setting) -> list[Component]:
+        def without_forced(self: Instants, setting: Setting) -> list[tuple[Corner, ...]]:
             return true_components(self, replace(setting, forced=np.zeros_like(setting.forced)))
 
         monkeypatch.setattr(Instants, "_components", without_forced)

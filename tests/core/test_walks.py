@@ -1,4 +1,4 @@
-"""Coarse walks: what becomes of rebuilt values follows from what is kept and from the room that there is."""
+"""Walks: what becomes of rebuilt values follows from what is saved and from the room that there is."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
-from simulator.kernels.anneal import BORDER, COARSE_STEP, MOVE_BORDER, MOVE_KINDS, anneal
+from simulator.kernels.anneal import BORDER, MOVE_BORDER, MOVE_KINDS, anneal
 from simulator.kernels.compiled import compiled
 from simulator.kernels.retain import retain
 from simulator.planners.annealing import Annealer, Walk, state_of
-from tests.retaining import evictions
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
-from traces.records.store import load
 from traces.records.trace import Trace
 
 NEVER = Clock(deadline=float("inf"))
@@ -49,12 +47,11 @@ def walked(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
 
 
 def decided(annealer: Annealer, state: State) -> State:
-    """With what the state saves, what a coarse walk does with the rest."""
+    """With what the state saves, what a walk does with the rest."""
     ev, knows = annealer.evaluator, annealer.retaining
     pairs = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
     n = walked(ev.facts, knows, ev.work_space(0), annealer.budget_bytes, state.saved, pairs)
-    retained = (knows.storages["may_stay"] & (state.saved == 0)).astype(np.uint8)
-    return state_of(state.saved, retained, pairs[:, :n])
+    return state_of(state.saved, knows.may_stay, pairs[:, :n])
 
 
 def nothing_kept(of: Trace, budget_bytes: int) -> tuple[Annealer, State]:
@@ -62,7 +59,7 @@ def nothing_kept(of: Trace, budget_bytes: int) -> tuple[Annealer, State]:
     evaluator = Evaluator(problem)
     state = evaluator.state()
     state.saved[list(problem.candidates)] = 0
-    return Annealer(evaluator, problem, budget_bytes, 0), state
+    return Annealer(evaluator, budget_bytes, 0), state
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,7 @@ def test_a_weight_turns_the_choice() -> None:
 def test_it_drops_only_what_is_rebuilt_and_read_again(of: Trace, percent: int, keep: int) -> None:
     annealer, state = nothing_kept(of, Problem(of).saved.timeline.peak_allocated_bytes * percent // 100)
     evaluator = annealer.evaluator
-    for k, s in enumerate(annealer.problem.candidates):
+    for k, s in enumerate(evaluator.problem.candidates):
         state.saved[s] = keep >> (k % 16) & 1
     found = decided(annealer, state)
     for k, dropped in found.evictions.items():
@@ -131,91 +128,46 @@ def chain(length: int) -> Trace:
 def test_a_border_is_all_that_is_left_of_a_stretch(kind: int, seed: int) -> None:
     """In a chain each position is crossed by the one value made there. Of those kept, a move releases neighbours, but
     for one; and what it keeps is one value at most."""
-    of = chain(30)
-    problem = Problem(of)
-    evaluator = Evaluator(problem)
-    annealer = Annealer(evaluator, problem, 1 << 40, seed)
-    walk = Walk(annealer, evaluator.state(), True)
-    walk.moves.chances[:] = np.cumsum([float(k == kind) for k in range(MOVE_KINDS)])
+    evaluator = Evaluator(Problem(chain(30)))
+    annealer = Annealer(evaluator, 1 << 40, seed)
+    walk = Walk(annealer, evaluator.state())
+    annealer.moves.chances[:] = np.cumsum([float(k == kind) for k in range(MOVE_KINDS)])
     walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
-    released = [k for k, s in enumerate(annealer.neighbours) if not walk.walked.saved[s]]
+    released = [k for k, s in enumerate(annealer.values) if not walk.walked.saved[s]]
     if released:
         left = set(range(released[0], released[-1] + 1)) - set(released)
         assert len(left) <= 1
     walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
-    again = [k for k in released if walk.walked.saved[annealer.neighbours[k]]]
+    again = [k for k in released if walk.walked.saved[annealer.values[k]]]
     assert len(again) <= 1
 
 
-def test_a_coarse_walk_finds_the_checkpoints_of_a_chain() -> None:
+def test_a_walk_finds_the_checkpoints_of_a_chain() -> None:
     """30 values of 10 bytes in 120: with √30 kept values and as many at a time rebuilt, each is made again about once.
 
     Keep-all needs 30 * 10 and the gradients. Chen's bound: 5 borders and a segment of 5, 100 bytes, and what one op of
     backward needs; no more than forward itself is added, 30 * 10 ns.
     """
     of = chain(30)
-    problem = Problem(of)
-    evaluator = Evaluator(problem)
-    annealer = Annealer(evaluator, problem, 120, 0)
-    best = annealer.run(evaluator.state(), 2_000 * COARSE_STEP * 100, clock=NEVER, coarse=True)
+    evaluator = Evaluator(Problem(of))
+    best = Annealer(evaluator, 120, 0).run(evaluator.state(), 2_000 * 100, clock=NEVER)
     assert best is not None
     assert evaluator.cost(best.state)[0] <= 120
     assert best.time_ns <= of.time_ns + 300
 
 
-def test_only_a_coarse_walk_finds_the_checkpoints_of_a_long_chain_in_little_memory() -> None:
+def test_a_walk_finds_the_checkpoints_of_a_long_chain_in_little_memory() -> None:
     """60 values of 10 bytes in 80: seven at a time and the gradients, where √60 borders and a segment need 16.
 
-    So segments are rebuilt from borders that are rebuilt themselves. A fine walk of as many steps does not
-    even fit.
+    So segments are rebuilt from borders that are rebuilt themselves.
     """
-    of = chain(60)
-    problem = Problem(of)
-    evaluator = Evaluator(problem)
-    steps = 2_000 * COARSE_STEP * 200  # a plan has some 200 steps
-    found = Annealer(evaluator, problem, 80, 0).run(evaluator.state(), steps, clock=NEVER, coarse=True)
+    evaluator = Evaluator(Problem(chain(60)))
+    found = Annealer(evaluator, 80, 0).run(evaluator.state(), 2_000 * 200, clock=NEVER)
     assert found is not None
     assert evaluator.cost(found.state)[0] <= 80
-    assert Annealer(evaluator, problem, 80, 0).run(evaluator.state(), steps, clock=NEVER) is None
 
 
 def test_the_kernel_is_compiled_once_for_all_that_walks_give_it() -> None:
-    of = chain(6)
-    annealer = Annealer(Evaluator(Problem(of)), Problem(of), 60, 0)
-    for coarse in (False, True):
-        annealer.run(annealer.evaluator.state(), 2_000, clock=NEVER, coarse=coarse)
+    evaluator = Evaluator(Problem(chain(6)))
+    Annealer(evaluator, 60, 0).run(evaluator.state(), 2_000, clock=NEVER)
     assert len(cast(Any, anneal).signatures) == 1
-
-
-def check_twin(annealer: Annealer, state: State) -> None:
-    """The kernel evicts what the plain walk says."""
-    weight = annealer.retaining.storages["weight"]
-    plain = evictions(
-        annealer.evaluator,
-        annealer.budget_bytes,
-        set(np.flatnonzero(state.saved).tolist()),
-        dict(enumerate(weight.tolist())),
-    )
-    assert {k: set(d) for k, d in decided(annealer, state).evictions.items()} == plain
-
-
-@settings(max_examples=300, deadline=None)
-@given(of=traces(), percent=st.integers(20, 100), keep=st.integers(0, 2**16), heavy=st.integers(0, 2**16))
-def test_the_plain_walk_evicts_the_same(of: Trace, percent: int, keep: int, heavy: int) -> None:
-    annealer, state = nothing_kept(of, Problem(of).saved.timeline.peak_allocated_bytes * percent // 100)
-    for k, s in enumerate(annealer.problem.candidates):
-        state.saved[s] = keep >> (k % 16) & 1
-        annealer.retaining.storages["weight"][s] = 2.0 ** (heavy >> (k % 16) & 3)
-    check_twin(annealer, state)
-
-
-@pytest.mark.parametrize("name", ["resnet152", "bert-base"])
-def test_the_plain_walk_evicts_the_same_on_the_gallery(name: str) -> None:
-    of = load(name)
-    peak_bytes = Problem(of).saved.timeline.peak_allocated_bytes
-    for seed, percent in enumerate((70, 40, 20)):
-        annealer, state = nothing_kept(of, peak_bytes * percent // 100)
-        draw = np.random.default_rng(seed)
-        candidates = list(annealer.problem.candidates)
-        state.saved[candidates] = draw.random(len(candidates)) < percent / 200
-        check_twin(annealer, state)
