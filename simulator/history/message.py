@@ -37,10 +37,8 @@ class Message:
         """What was asked for, what was there; why that was not enough; what to run."""
         f = self.figures
         of = {k: show_bytes(n) for k, n in f.items()}
-        first = f"torch was asked for {of['asked']}"
-        first += (
-            f" and the device had {of['free']} of {of['total']} free." if {"free", "total"} <= {*f} else "."
-        )
+        there = f" and the device had {of['free']} of {of['total']} free" if {"free", "total"} <= {*f} else ""
+        first = f"torch was asked for {of['asked']}{there}."
         more, idle = max(0, f["asked"] - f.get("free", 0)), f.get("unallocated", 0)
         others = f.get("total", 0) - f.get("free", 0) - f.get("process", f.get("total", 0))
         outside = f.get("process", 0) - f.get("allocated", 0) - idle
@@ -75,7 +73,7 @@ def message_in(text: str, name: str) -> Message:
     at = text.rfind("Tried to allocate")
     if at < 0:
         raise SpecError(
-            f"{name}: torch's words 'Tried to allocate ... GiB' are not there; give the whole message."
+            f"{name}: torch's words 'Tried to allocate ...' are not there; give the whole message."
         )
     figures = {}
     for key, patterns in FIGURES.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,24 +10,20 @@ from typing import Any, Final
 
 from simulator.allocator.replay import load_plain
 from simulator.history.export import snapshot_of
-from simulator.history.run import History
-from simulator.history.snapshot import history_of
+from simulator.history.run import History, parts_of
+from simulator.history.snapshot import OTHER, history_of
 from simulator.prediction.ask import Question, problem_of
 from simulator.prediction.step import Prediction, predict
 from traces.errors import SpecError, TraceError
 from traces.records.measurement import Measurement
 from traces.records.plan import Plan
+from traces.records.trace import ACTIVATION, GRADIENT, PARAMETER
 
 KNOWN: Final = (
-    "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json` or `execute PLAN -o`"
+    "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`, `execute PLAN -o`"
 )
 # A rehearsal's words for what a trace calls otherwise.
-NAMES: Final = {
-    "parameters": "parameter",
-    "gradients": "gradient",
-    "activations": "activation",
-    "the rest": "other",
-}
+NAMES: Final = {"parameters": PARAMETER, "gradients": GRADIENT, "activations": ACTIVATION, "the rest": OTHER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,17 +122,12 @@ def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
     phases: Mapping[str, Mapping[str, int]] = r["iterations"][-1]["phases"]
     peaks = {phase: p["requested_bytes"] for phase, p in phases.items()}
     highest = max(peaks, key=peaks.__getitem__)
-    lines: Counter[str] = Counter()
-    for row in r["alive"]:
-        lines[row["line"]] += row["requested_bytes"]
-    lines[""] += max(
-        0, sum(r["at_the_peak"].values()) - lines.total()
-    )  # lines that were too small to be told
-    files: Counter[str] = Counter()
-    for line, n in lines.items():
-        files[line.partition(":")[0]] += n
-    categories = Counter({NAMES.get(k, k): n for k, n in r["at_the_peak"].items()})
-    parts = {"category": categories, "module": files, "line": lines}
+    categories = {NAMES.get(k, k): n for k, n in r["at_the_peak"].items()}
+    told = [("", row["line"].partition(":")[0], row["line"], row["requested_bytes"]) for row in r["alive"]]
+    told.append(
+        ("", "", "", max(0, sum(categories.values()) - sum(row[-1] for row in told)))
+    )  # in smaller lines
+    by_size = sorted(categories.items(), key=lambda kn: -kn[1])
     return History(
         name=name,
         kind="rehearsal",
@@ -145,7 +135,7 @@ def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
         held_bytes=tuple(peaks.values()),
         peak_bytes=peaks[highest],
         where=highest,
-        parts={part: dict(of.most_common()) for part, of in parts.items()},
+        parts={**parts_of(told), "category": dict(by_size)},
         reserved=tuple(p["reserved_bytes"] for p in phases.values()),
         reserved_bytes=phases[highest]["reserved_bytes"],
         outside_bytes=r["outside_bytes"],

@@ -207,7 +207,7 @@ def _held(size: int, frames: Any) -> tuple[str, str, str, int]:
     if own:
         op, module, category, *_ = own
         layers = re.sub(r"\b\d+\b", "*", module)  # the same op of all repeated layers is one line
-        return category, module, re.sub(r"_\d+$", "", op) + f", {layers}" * (module != NO_MODULE), size
+        return category, module, re.sub(r"_\d+$", "", op) + f" of {layers}" * (module != NO_MODULE), size
     return (_category(told), *line_of(told), size)
 
 

@@ -29,22 +29,16 @@ def write_diff(path: str | Path, found: Diff) -> Path:
     a, b = found.before, found.after
     peaks, *parts = found.tables(MOST_ROWS)
     answer = Section("Both peaks", (*warned(found.notes()), _picture(a, b), peaks))
-    grown = Section(
-        "What changed", tuple(parts) or (Text("One of the two does not know what held its memory."),)
-    )
-    return write_page(path, Page(f"{a.name} and {b.name}", f"{a.kind}, {b.kind}", (answer, grown)))
+    sections = answer, Section("What changed", tuple(parts))
+    return write_page(path, Page(f"{a.name} and {b.name}", f"{a.kind}, {b.kind}", sections))
 
 
 def _picture(*runs: History) -> Chart:
-    names = [
-        h.name if [r.name for r in runs].count(h.name) == 1 else f"{k}. {h.name}"
-        for k, h in enumerate(runs, 1)
-    ]
+    alone = len({h.name for h in runs}) == len(runs)
     curves = {
-        name: list(zip_longest(h.clock, h.held_bytes, h.reserved or (), fillvalue=0))
-        for name, h in zip(names, runs, strict=True)
+        h.name if alone else f"{k}. {h.name}": list(
+            zip_longest(h.clock, h.held_bytes, h.reserved, fillvalue=0)
+        )
+        for k, h in enumerate(runs, 1)
     }
-    text = (
-        "Solid: in use. Dotted: reserved. Long runs are thinned so that the highest and lowest points stay."
-    )
-    return Chart(charts.over_each_other(curves), text)
+    return Chart(charts.over_each_other(curves), "Solid: in use. Dotted: reserved.")

@@ -192,10 +192,16 @@ def test_expandable_segments_are_tried_on_the_same_requests() -> None:
     p.malloc(60 * MIB)
     settings, line = (
         why(read_data(p.snapshot()), question()).remedies,
-        "reserves 60.00 MiB in place of 120.00 MiB",
+        "reserves 60.00 MiB for the same requests in place of 120.00 MiB",
     )
     assert [(r.name, r.saves_bytes) for r in settings] == [("settings", 60 * MIB)]
     assert line in settings[0].words
+    tight = replace(
+        read_data(p.snapshot()), history=replace(history_of(p.snapshot(), "s"), device_bytes=50 * MIB)
+    )
+    found = why(tight, question())
+    assert found.over_bytes == 70 * MIB  # 120 reserved of 50
+    assert "not enough by itself" in found.sentences()[-1]
 
 
 def test_a_recording_that_begins_midway_is_explained_and_its_replay_is_not_made_up() -> None:
@@ -313,7 +319,7 @@ def test_why_a_trace_does_not_fit_and_what_would_make_it() -> None:
     assert by["plan"].saves_bytes >= 2 * MIB
     assert by["plan"].overhead_percent
     assert found.sentences()[-1].startswith(
-        "It lacks 2.00 MiB; what would make it fit: a plan keeps it within 7.00 MiB"
+        "It lacks 2.00 MiB; what would help: a plan keeps it within 7.00 MiB"
     )
     assert why(source, question(budget=9 * MIB)).sentences()[-1] == "It fits, with 0 B left."
     assert "name --gpu or --budget" in why(source, question()).sentences()[-1]
