@@ -203,8 +203,6 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--dropout", type=float, help="Dropout probability, instead of the model's own."),
             click.option("--task", help="Task of a model of hf:CONFIG.json: causal-lm, image-classification, ..."),
             click.option("--attention", help="Attention: sdpa or eager (transformers)."),
-            click.option("--use-cache/--no-use-cache", default=None,
-                         help="Let decoders copy keys and values for generation, as transformers does, or not."),
         )
     ):  # fmt: skip
         command = option(command)

@@ -4,7 +4,6 @@ the plan unseen."""
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -95,18 +94,6 @@ def test_a_plan_of_the_class_s_forward_is_not_for_another(plan: Plan) -> None:
     model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
     with pytest.raises(PlanError):
         train(apply_plan(model, plan), model)
-
-
-def test_a_forward_that_wraps_the_planned_one_later_works(plan: Plan) -> None:
-    planned = apply_plan(net(), plan)
-    inner = planned.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any) -> Any:
-        return inner(*args)
-
-    planned.forward = forward  # type: ignore[method-assign]
-    as_eager(planned, planned)
 
 
 def test_one_that_wraps_it_is_no_part_of_the_capture(plan: Plan) -> None:

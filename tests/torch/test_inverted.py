@@ -304,19 +304,6 @@ def test_other_types_and_no_gradient_take_torchs_own_way() -> None:
         assert not GELU()(torch.randn(4)).requires_grad
 
 
-def test_autocast_runs_it_in_its_inputs_type() -> None:
-    ours, theirs = (nn.Sequential(nn.Linear(16, 64), act, nn.Linear(64, 1)) for act in (GELU(), nn.GELU()))
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(32, 16)
-    for model in (ours, theirs):
-        with torch.autocast("cpu", torch.bfloat16):
-            seen = model[1](model[0](x))
-            out = model(x)
-        assert seen.dtype == torch.bfloat16
-        out.float().sum().backward()
-    assert relative(ours[0].weight.grad, theirs[0].weight.grad) < 4e-3
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_without_a_graph_break(backend: str) -> None:
     model = nn.Sequential(nn.Linear(8, 24), GELU(), nn.Linear(24, 24), SiLU(inplace=True), nn.Linear(24, 1))

@@ -173,29 +173,6 @@ def test_options_reach_the_model_and_the_optimizer() -> None:
     assert widths == {"float32": 1920, "bfloat16": 1920}
 
 
-def test_decoders_copy_keys_and_values_only_if_asked() -> None:
-    """2 layers, keys and values of 2 x 16 tokens of 128 float32 each; the options say which it is."""
-    saved = {}
-    for use_cache in (False, True):
-        spec = load_spec(
-            "gpt2-tiny", {"batch_size": 2, "seq_len": 16, "use_cache": use_cache, "dropout": 0.0}
-        )
-        assert spec.options["use_cache"] is use_cache
-        trace = trace_step(spec, device("h100")).finish()
-        saved[use_cache] = sum(trace.storages.nbytes[s] for s in trace.saved)
-    assert saved[True] - saved[False] == 2 * 2 * 2 * 16 * 128 * 4
-    assert load_spec("gpt2-mini", {}).options["use_cache"] is False
-    assert "use_cache" not in load_spec("bert-mini", {}).options
-    with pytest.raises(SpecError, match="takes no --use-cache"):
-        load_spec("bert-mini", {"use_cache": True})
-
-
-def test_options_can_be_used_to_build_the_same_again() -> None:
-    first = fake_step("ResNet_18", batch_size=3)
-    again = fake_step(first.name, **first.options)
-    assert (again.name, again.options) == (first.name, first.options) == ("resnet18", again.options)
-
-
 def test_an_undecided_optimizer_can_take_the_path_of_a_gpu() -> None:
     with FakeTensorMode():
         undecided = load_spec("resnet18", {})(optimizer_as_on="cuda")

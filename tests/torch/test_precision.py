@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -358,13 +357,6 @@ def test_a_graph_that_is_captured_inside_a_region_is_that_captured_outside() -> 
     assert inside.fingerprint() == outside.fingerprint()
 
 
-def test_a_loop_under_autocast(under_bf16: Plan) -> None:
-    a, b = twins()
-    assert train(a) == train(apply_plan(b, under_bf16))
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_a_region_without_the_cache_of_casts_is_planned_as_it_is() -> None:
     """As Lightning's are. A tied weight is cast twice, and its gradients are summed in float32."""
     a, b = twins()
@@ -397,16 +389,6 @@ def test_another_state_of_autocast_is_refused(
     planned = apply_plan(small_nets.Tied(), plan)
     with torch.autocast("cpu", **{"dtype": torch.bfloat16, **context}), pytest.raises(PlanError, match=words):
         planned(torch.randn(16, 24))
-
-
-def test_backward_under_autocast_is_as_without_a_plan(under_bf16: Plan) -> None:
-    model, x = small_nets.Tied(), torch.randn(16, 24)
-    planned = apply_plan(copy.deepcopy(model), under_bf16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for m in (model, planned):
-            m(x).float().sum().backward()
-    for p, q in zip(model.parameters(), planned.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

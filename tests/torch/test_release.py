@@ -146,24 +146,6 @@ def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> N
         assert outcome.bit_equal, outcome.first_difference
 
 
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
-        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"}),
-        ("resnet18", {"batch_size": 2, "image_size": 64}),
-    ],
-)
-@pytest.mark.slow
-def test_models_by_name(model: str, options: dict[str, Any]) -> None:
-    build = load_spec(model, {**options, **RELEASE})
-    found = record_real(build, CPU, "cpu", rounds=1, warmup=1)
-    plan = plan_of(found, *recompute_all(Problem(found))[::2])
-    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == peaks(build, plan, 4)[-1]
-    outcome = verify(build, plan, "cpu", 3)
-    assert outcome.bit_equal, outcome.first_difference
-
-
 @pytest.mark.parametrize("share", [0.55, 0.4])
 @pytest.mark.slow
 def test_with_a_loss_head_in_tiles(share: float) -> None:

@@ -29,7 +29,7 @@ def test_calls_are_equal_where_shapes_strides_and_dtypes_are_on_every_device() -
 def test_lists_of_tensors_are_inputs() -> None:
     xs = [torch.zeros(3), torch.zeros(5)]
     signature = of_call(aten._foreach_add.List, (xs, xs), {}, xs)
-    assert [s.shape for s in signature.inputs] == [(3,), (5,)] * 2
+    assert [x.shape for given in signature.args for x in given] == [(3,), (5,)] * 2
     assert [s.shape for s in signature.results] == [(3,), (5,)]
     assert hash(signature) == hash(of_call(aten._foreach_add.List, (xs, xs), {}, xs))
 

@@ -56,11 +56,6 @@ class Signature:
     outputs: tuple[Any, ...] = ()  # one TensorSpec (or None) an output
 
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The tensors among the arguments, in order, those inside lists too."""
-        return tuple(_specs((self.args, tuple(v for _, v in self.kwargs))))
-
-    @property
     def results(self) -> tuple[TensorSpec, ...]:
         """The tensors among the outputs, in order."""
         return tuple(_specs(self.outputs))

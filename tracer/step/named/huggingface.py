@@ -177,7 +177,7 @@ def _config(transformers: Any, reference: str, data: dict[str, Any], options: di
     if size is not None and hasattr(config, "image_size"):
         config.image_size = size
     if hasattr(config, "use_cache"):
-        config.use_cache = bool(options.get("use_cache"))
+        config.use_cache = False  # keys and values are copied for generation alone
     if options.get("attention"):
         config._attn_implementation = options["attention"]
     return config

@@ -103,9 +103,8 @@ TRANSFORMERS: Final[dict[str, tuple[str, dict[str, tuple[int, ...]]]]] = {
     ),
 }
 _COMMON: Final = ("optimizer", "optimizer_impl", "dtype", "dropout")
-SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention", "use_cache")
+SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention")
 IMAGE_OPTIONS: Final = ("batch_size", "image_size", *_COMMON, "attention")
-DECODERS: Final = ("gpt2", "llama", "t5")  # have keys and values to copy for generation
 DTYPES: Final = {"float32": "float32", "fp32": "float32", **AMP_DTYPES}
 # Crop sizes of the published weights (IMAGENET1K_V1) where they are not 224.
 IMAGE_SIZES: Final = {
@@ -123,7 +122,6 @@ VALUES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
         (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
     ),
     "dropout": (lambda v: type(v) in (int, float) and 0.0 <= v < 1.0, "a number from 0 to below 1"),
-    "use_cache": (lambda v: isinstance(v, bool), "true or false"),
 }
 
 
@@ -143,7 +141,7 @@ class KnownModel:
             return (*SEQUENCE_OPTIONS, "image_size", "task")
         if self.family == "vit":
             return IMAGE_OPTIONS
-        return tuple(o for o in SEQUENCE_OPTIONS if o != "use_cache" or self.family in DECODERS)
+        return SEQUENCE_OPTIONS
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -162,8 +160,8 @@ class KnownModel:
             sizes = {"batch_size": 8, "seq_len": 128 if short else 512}
         else:
             sizes = {"batch_size": 32, "image_size": IMAGE_SIZES.get(self.name, 224)}
-        sizes |= {"optimizer": "sgd" if self.family in (TORCHVISION, TIMM) else "adamw", "dtype": "float32"}
-        return {**sizes, "use_cache": False} if self.family in DECODERS else sizes
+        kind = "sgd" if self.family in (TORCHVISION, TIMM) else "adamw"
+        return {**sizes, "optimizer": kind, "dtype": "float32"}
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All options of a step, with the defaults of those that are not given. Raises SpecError: an option that the
