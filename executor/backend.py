@@ -141,6 +141,9 @@ class Compiler:
     compiled: list[Compiled] = field(default_factory=list)
     without: Counter[str] = field(default_factory=Counter)
     breaks: list[str] = field(default_factory=list)
+    run: Callable[..., Any] | None = (
+        None  # calls what is compiled, of one module or of several that are alike
+    )
     _replanned: int = 0
 
     def __post_init__(self) -> None:
@@ -281,7 +284,7 @@ def check_parts(**given: Any) -> None:
         )
 
 
-def trace_of(program: Program, kind: str) -> Trace:
+def trace_of(program: Program, kind: str, **header: Any) -> Trace:
     """A program's forward and backward as a trace with the costs of its ops, each run by itself.
 
     Counts: what goes in and the gradients of the outputs, throughout; outputs until forward ends, or as long as
@@ -297,4 +300,5 @@ def trace_of(program: Program, kind: str) -> Trace:
     costs = [Costs().of(row, made, target) for row, made in zip(rows, created_bytes(rows, sts), strict=True)]
     of = replace(program, storages=tuple(sts))
     version = torch.__version__
-    return of.trace(costs, model="torch.compile", device=kind, target=target.name, torch_version=version)
+    told = {"device": kind, "target": target.name, "torch_version": version, **header}
+    return of.trace(costs, model="torch.compile", **told)

@@ -81,6 +81,7 @@ USED: Final = {
     "disable_dynamo": "torch:_disable_dynamo",
     "preserved_versions": "torch.autograd:_unsafe_preserve_version_counter",
     "current_autograd_node": "torch._C:_current_autograd_node",
+    "current_graph_task": "torch._C:_current_graph_task_id",
     "will_execute": "torch._C:_will_engine_execute_node",
     "saved_tensors_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.core.limits import check_budget
 from simulator.show.tables import table
 from traces.commands import Output, OutputFile, answer_options, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
@@ -18,6 +20,8 @@ from traces.units import show_bytes
 if TYPE_CHECKING:
     from torch import nn
 
+    from executor.rehearsed.budget import Found
+    from tracer.rehearsal.jobs import Job
     from tracer.rehearsal.record import Rehearsal
     from traces.records.plan import PredictionWarning
 
@@ -38,6 +42,7 @@ class Numbers(click.ParamType):
 
 
 MOST_LINES = 8
+STEADY = 3  # iterations after which the step repeats itself
 NUMBERS = Numbers()
 APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 
@@ -63,6 +68,12 @@ APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 )
 @click.option("--rank", type=NUMBERS, default=(), help="Which of them to rehearse, such as 0,7. Default: 0.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
+@click.option(
+    "--budget",
+    help="Plan the model's blocks within this much of the GPU, as by nvidia-smi: a size, or a share of "
+    "what it takes untouched (80%).",
+)
+@click.option("-o", "--output", type=OutputFile(), help="Write that plan to this file, for `apply_plan`.")
 @step_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the batch.")
 @answer_options
@@ -77,6 +88,8 @@ def rehearse(
     ranks: tuple[int, ...],
     rank: tuple[int, ...],
     nodes: int | None,
+    budget: str | None,
+    output: Path | None,
     seed: int,
     out: Output,
     **options: Any,
@@ -115,32 +128,90 @@ def rehearse(
     jobs = jobs_of(launch, ranks, rank, nodes)
     if snapshot and len(jobs) > 1:
         raise SpecError("--snapshot is of one rank; name one rank of one job.")
+    one = partial(
+        run,
+        model,
+        options={k: v for k, v in options.items() if v is not None},
+        arguments=arguments,
+        module=launch is not None and launch.module,
+        plan=plan,
+        apply=APPLY,
+        seed=seed,
+        iterations=iterations,
+        alloc_conf=alloc_conf,
+        snapshot=snapshot,
+    )
+    if budget:
+        if len(jobs) > 1 or plan or snapshot or iterations < STEADY:
+            raise SpecError(
+                f"--budget plans for one rank, without --plan and --snapshot, in {STEADY} iterations or more."
+            )
+        _within_budget(budget, output, gpu, one, *jobs[0], out)
+        return
+    if output:
+        raise SpecError("-o writes a plan, which --budget makes.")
     for job, number in jobs:
         out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
-        found.append(
-            run(
-                model,
-                gpu,
-                options={k: v for k, v in options.items() if v is not None},
-                arguments=arguments,
-                script=True if job else None,
-                module=launch is not None and launch.module,
-                plan=plan,
-                apply=APPLY,
-                seed=seed,
-                iterations=iterations,
-                alloc_conf=alloc_conf,
-                snapshot=snapshot,
-                job=job,
-                rank=number,
-            )
-        )
+        found.append(one(gpu, script=True if job else None, job=job, rank=number))
     if len(found) == 1:
         out.show(found[0].to_json, lambda: in_words(found[0]))
     else:
         out.show(lambda: {"rehearsals": [f.to_json() for f in found]}, lambda: ranks_in_words(found))
-    for one in found:
-        refuse_if_too_large(one)
+    for each in found:
+        refuse_if_too_large(each)
+
+
+def _within_budget(
+    budget: str, output: Path | None, gpu: str, run: Any, job: Job | None, number: int, out: Output
+) -> None:
+    """`execute rehearse --budget`: find a plan and write it."""
+    from executor.rehearsed.budget import plan_within
+    from tracer.rehearsal.run import LARGE_BYTES
+    from traces.devices import device
+
+    there = device(gpu)
+    check_budget(budget)
+    large = partial(run, replace(there, memory_bytes=LARGE_BYTES), rank=number, script=True if job else None)
+    twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
+    more_ranks = partial(large, job=twice) if twice else None
+    found = plan_within(budget, partial(large, job=job), more_ranks, out.say)
+    if output and found.plans:
+        found.plans.save(output)
+    out.show(found.to_json, lambda: _budget_in_words(found, output))
+
+
+def _budget_in_words(found: Found, output: Path | None) -> str:
+    first, limit = found.untouched, show_bytes(found.budget_bytes)
+    rank = f", rank {first.rank} of {first.ranks}" if first.ranks else ""
+    lines = [
+        f"{first.model} on {first.gpu}{rank}, torch {first.environment.get('torch', '?')}: {first.provenance}"
+    ]
+    runs = [("untouched", first), ("blocks compiled, all saved", found.saved), ("plan", found.planned)]
+    columns: list[tuple[str, str, Callable[[Any], Any]]] = [
+        ("", "", lambda row: row[0]),
+        ("requested", "bytes", lambda row: row[1].steady.requested_bytes),
+        ("allocated", "bytes", lambda row: row[1].steady.allocated_bytes),
+        ("reserved", "bytes", lambda row: row[1].figures.peak_reserved_bytes),
+        ("in all", "bytes", lambda row: row[1].gpu_bytes),
+    ]
+    lines += [f"  {line}" for line in table([row for row in runs if row[1]], columns).lines()]
+    if found.plans is None:
+        return "\n".join(
+            [*lines, f"  budget {limit} of the GPU, as by nvidia-smi: kept untouched, no plan is needed"]
+        )
+    told = found.plans.predicted
+    lines += [
+        f"  budget {limit} of the GPU, as by nvidia-smi: kept by the plan",
+        f"  {told['blocks']} blocks by {len(found.plans.plans)} plans: +{told['added_percent']:.2f} % of their time by "
+        f"roofline, communication beside it; no plan within the budget adds less than {told['bound_percent']:.2f} %",
+    ]
+    for other in found.others:
+        how = "rehearsed" if other.rehearsed else "estimated"
+        added = "" if other.added_percent is None else f", +{other.added_percent:.2f} %"
+        lines.append(f"    {other.what}: {show_bytes(other.gpu_bytes)}{added} ({how})")
+    if output:
+        lines.append(f"  wrote {output}: apply_plan(model, {str(output)!r}) trains by it")
+    return "\n".join([*lines, *(w for w in _warnings(found.planned or first))])
 
 
 def _refuse_for_commands(command: str) -> None:

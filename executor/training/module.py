@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import itertools
@@ -19,6 +20,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +47,7 @@ from tracer.torch_api import (
     saved_tensors_hooks,
 )
 from traces.errors import CaptureError, PlanError
-from traces.records.plan import Plan
+from traces.records.plan import BlockPlans, Plan, load_plan
 
 STATE: Final = "_lowtide"  # the attribute of a planned module that holds its `Planned`
 COMPILED: Final = "_compiled_call_impl"  # where torch looks for what to call instead of `_call_impl`
@@ -65,7 +67,6 @@ class Planned:
         self.module = module
         self.own: Any = None  # the instance's own forward, if it had one before the plan
         self.first: Callable[..., Compiler] | None = None  # makes the compiler at the first training call
-        self.run: Callable[..., Any] | None = None  # calls the model, compiled
         self.call: tuple[Any, Any] = ((), {})  # the arguments of the call that is being compiled,
         self.amp = ""  # and the type of autocast around it
         self.planned = self.larger = self.entered = self.warned = 0
@@ -76,8 +77,7 @@ class Planned:
         self._take(compiler)
 
     def _take(self, compiler: Compiler) -> None:
-        self.compiler, compiler.owner, compiler.sketch = compiler, self.module, self._sketch
-        compiler.warn, compiler.static = self._warn, False
+        self.compiler, compiler.static = compiler, False
 
     def install(self) -> None:
         """Let the module's calls come here."""
@@ -217,19 +217,20 @@ class Planned:
         self._check_call(pytree.tree_leaves((args, kwargs)))
         with contextlib.suppress(ManySizes):
             return self._compiled(forward, args, kwargs)
-        self.compiler.static, self.run = True, None
+        self.compiler.static, self.compiler.run = True, None
         gc.collect()  # the error held frames, and with them states and small tensors
         return self._compiled(forward, args, kwargs)
 
     def _compiled(self, forward: Any, args: Any, kwargs: Any) -> Any:
         compiler, whole = self.compiler, not self.compiler.parts
-        if self.run is None:
+        compiler.owner, compiler.sketch, compiler.warn = self.module, self._sketch, self._warn
+        if compiler.run is None:
             dynamic = False if compiler.static or (compiler.plan and compiler.plan.rewrites) else None
-            self.run = by_dynamo(compiler, dynamic=dynamic, whole=whole)
+            compiler.run = by_dynamo(compiler, dynamic=dynamic, whole=whole)
         self.call, by, without = (args, kwargs), compiler.steps(), compiler.without.total()
         try:
             with calling(self.module, kwargs, whole=whole):
-                made = self.run(forward, args, kwargs)
+                made = compiler.run(forward, args, kwargs)
         except Exception as error:
             if from_dynamo(error):
                 raise refusal(self.module, error, f", plan its parts (parts=True){HINT}") from error
@@ -329,7 +330,7 @@ def _callers_level() -> int:
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan | str | Path, *, on_mismatch: str = ERROR, parts: bool = False
+    model: nn.Module, plan: Plan | BlockPlans | str | Path, *, on_mismatch: str = ERROR, parts: bool = False
 ) -> nn.Module:
     """Let a model train by `plan` from its next call on, and return it.
 
@@ -340,7 +341,7 @@ def apply_plan(
 
     Args:
         model: on CPU or CUDA; inside a DistributedDataParallel the plan goes to the module in it.
-        plan: a Plan or the path of one.
+        plan: a Plan, or BlockPlans for the model's blocks, before or after `fully_shard`; or the path of one.
         on_mismatch: of a training call that the plan is not for (another set of arguments, a block that was frozen
             since, another autocast, a model that cannot be captured so): "error" raises; "eager" runs it without a
             plan; "replan" makes a plan for that graph within the same budget, or does as "eager" if there is none.
@@ -354,8 +355,42 @@ def apply_plan(
         CaptureError: the model, or a part of it, is compiled or scripted; at the first training call, it cannot be
             captured.
     """
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    return install(model, compiler_of(plan, inside(model), on_mismatch, parts))
+    plan = plan if isinstance(plan, Plan | BlockPlans) else load_plan(plan)
+    if isinstance(plan, Plan):
+        return install(model, compiler_of(plan, inside(model), on_mismatch, parts))
+    root = inside(model)
+    modules = dict(root.named_modules())
+    for module in modules.values():
+        if STATE in vars(module):
+            vars(module)[STATE].remove()
+    if missing := [path for each in plan.plans for path in each.blocks if path not in modules]:
+        raise PlanError(
+            f"the plans are for blocks of {plan.model}, and this {type(root).__name__} has no {missing[0]}; plan for "
+            "this model (execute rehearse --budget)."
+        )
+    for each in plan.plans:  # whose blocks are alike, so that they share what is compiled
+        compiler = compiler_of(each.plan, root, on_mismatch, parts)
+        for path in each.blocks:
+            install(modules[path], compiler)
+    vars(root)["receipt"] = functools.partial(_receipt_of_blocks, root)
+    return model
+
+
+def _receipt_of_blocks(root: nn.Module) -> Receipt:
+    """What the blocks did so far: as many steps by their plans as the one with the fewest."""
+    planned = planned_in(root)
+    each = [p.receipt() for p in planned]
+    return replace(
+        each[0],
+        plan=None,
+        planned_steps=min(r.planned_steps for r in each),
+        larger_steps=max(r.larger_steps for r in each),
+        unplanned_steps=max(r.unplanned_steps for r in each),
+        unplanned_because=dict(sum((Counter(r.unplanned_because) for r in each), Counter())),
+        captures=tuple(
+            c for r in {id(p.compiler): p.receipt() for p in planned}.values() for c in r.captures
+        ),
+    )
 
 
 def compiler_of(plan: Plan, model: nn.Module, on_mismatch: str = ERROR, parts: bool = False) -> Compiler:
@@ -415,6 +450,7 @@ def remove_plan(model: nn.Module) -> nn.Module:
     """
     for planned in planned_in(model):
         planned.remove()
+    vars(inside(model)).pop("receipt", None)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -38,3 +38,27 @@ def inside(model: nn.Module) -> nn.Module:
                 f"apply a plan to {path}.module instead."
             )
     return model
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that get a plan each, by their paths: what `fully_shard` shards below the root, so that
+    its parameters are there whenever the block runs again; else the alike members of lists, dictionaries and sequences.
+
+    Of what is nested the innermost counts if it is sharded, else the outermost.
+    """
+    found = dict(model.named_modules())
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = [path for path, m in found.items() if path and fsdp and isinstance(m, fsdp.FSDPModule)]
+    alike = [
+        f"{path}.{name}" if path else name
+        for path, m in found.items()
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        if len(m) > 1 and len({type(child) for child in m.children()}) == 1
+        for name, _ in m.named_children()
+    ]
+    chosen = {path for path in sharded or alike if [*found[path].children()]}
+    if sharded:
+        nested = {path for path in chosen if any(other.startswith(f"{path}.") for other in chosen)}
+    else:
+        nested = {path for path in chosen if any(path.startswith(f"{other}.") for other in chosen)}
+    return {path: found[path] for path in found if path in chosen - nested}

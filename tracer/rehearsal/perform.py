@@ -39,6 +39,7 @@ def do(
     seed: int,
     plan: str,
     apply: str,
+    around: Sequence[str],
     iterations: int,
     snapshot: str,
     module: bool = False,
@@ -67,7 +68,7 @@ def do(
         words = Words(Path(said), fields["rank"], until)
         others = absent_ranks(fields["rank"], ranks, local_rank, words, null_driver())
     try:
-        with watch.watching(), initialisers_without_values(), others:
+        with watch.watching(), initialisers_without_values(), others, _around(*around):
             if script:
                 _script(model, arguments, watch, module=module)
             else:
@@ -126,6 +127,12 @@ def _planned(model: nn.Module, plan: str, apply: str) -> Any:
     """Return what is called in place of the model."""
     module, _, name = apply.partition(":")
     return getattr(import_module(module), name)(model, plan) if plan else model
+
+
+def _around(function: str = "", *given: str) -> Any:
+    """The context in which the loop runs."""
+    module, _, name = function.partition(":")
+    return getattr(import_module(module), name)(*given) if function else nullcontext()
 
 
 def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None:

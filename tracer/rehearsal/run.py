@@ -41,6 +41,7 @@ def rehearse(
     script: bool | None = None,
     plan: Path | None = None,
     apply: str = "",
+    around: tuple[str, ...] = (),
     seed: int = 0,
     iterations: int = ITERATIONS,
     alloc_conf: str = "",
@@ -64,6 +65,7 @@ def rehearse(
         script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
         plan: the file of a plan for the model; apply: the "module:function" that applies it, which takes the model and
             the file and returns the model to call.
+        around: the "module:function" of a context in which the loop or the script runs, and its arguments.
         seed: of the random generators.
         iterations: how many are run, by default as many as a prediction plays; of a script, after how many optimizer
             steps it is ended.
@@ -97,6 +99,7 @@ def rehearse(
         "seed": seed,
         "plan": str(plan or ""),
         "apply": apply,
+        "around": around,
         "iterations": iterations,
         "snapshot": str(snapshot.absolute()) if snapshot else "",
         "context_bytes": CONTEXT_BYTES,

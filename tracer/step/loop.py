@@ -160,9 +160,7 @@ class Phases:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         def called(*_: Any) -> None:
-            if (
-                torch.compiler.is_compiling()
-            ):  # else each phase would be guarded, and compiled for, in user code
+            if torch.compiler.is_compiling():  # this is captured with the module, and must guard nothing
                 return
             if self._now == OPTIMIZER and torch.is_grad_enabled():  # the next part of an accumulated step
                 self.enter(FORWARD)

@@ -10,11 +10,13 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from traces.errors import PlanError
-from traces.files import Form, JsonRecord, canonical_json, from_json, to_json
+from traces.files import Form, JsonRecord, canonical_json, from_json, read_json, to_json
 from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 
@@ -185,6 +187,48 @@ class Plan(JsonRecord):
         if lacking := sorted({"planner", "budget_bytes", "exactness", "predicted", "actions"} - data.keys()):
             raise ValueError(f"it lacks {lacking[0]}")
         return from_json(cls, {**data, "meta": data.get("trace")})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """A plan, and the blocks that train by it."""
+
+    blocks: tuple[str, ...]  # paths in the model
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlans(JsonRecord):
+    """Plans for the blocks of a model, made within a budget of the whole step of one rank."""
+
+    form: ClassVar = Form(
+        name="block-plans",
+        version=1,
+        advice="make them with `execute rehearse SCRIPT --gpu GPU --budget 80% -o plan.json`",
+        error=PlanError,
+        version_key="plan_version",
+    )
+    model: str  # the script or the model that was rehearsed
+    plans: tuple[BlockPlan, ...]
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        head = {"record": self.form.name, self.form.key: self.form.version, "model": self.model}
+        plans = [{"blocks": list(p.blocks), "plan": p.plan.to_json()} for p in self.plans]
+        return {**head, "plans": plans, "predicted": to_json(self.predicted)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BlockPlans:
+        plans = [BlockPlan(blocks=tuple(p["blocks"]), plan=Plan.from_json(p["plan"])) for p in data["plans"]]
+        return cls(model=data["model"], plans=tuple(plans), predicted=data["predicted"])
+
+
+def load_plan(path: str | Path) -> Plan | BlockPlans:
+    """The plan of a file, or the plans for blocks that it holds. Raises PlanError if it is neither."""
+    with suppress(OSError, ValueError, AttributeError):
+        if read_json(path).get("record") == BlockPlans.form.name:
+            return BlockPlans.load(path)
+    return Plan.load(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,184 @@
+"""Plan the blocks of a rehearsed loop within a budget of all that its process takes of the GPU; rehearse the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from executor.rehearsed.compose import Composed, compose
+from simulator.bounds import Bound
+from simulator.core.limits import parse_budget
+from simulator.core.problem import Problem
+from simulator.planners.outcome import Infeasible, percent
+from simulator.prediction.ask import Answer, ask, question
+from tracer.rehearsal.peak import ACTIVATIONS, REST
+from tracer.rehearsal.record import Rehearsal
+from traces.errors import BudgetError
+from traces.records.plan import ALLOCATED, Action, BlockPlans
+from traces.units import show_bytes
+
+MOST_PLANS: Final = 3  # that are rehearsed
+CLOSE: Final = 0.01  # of the budget, that a plan may leave
+RECORD: Final = "executor.rehearsed.record:recording"
+PLANNED: Final = "executor.rehearsed.record:planned"
+Run = Callable[..., Rehearsal]  # a rehearsal with further arguments of `tracer.rehearsal.run.rehearse`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """What else could be done, and what the process then takes of the GPU."""
+
+    what: str
+    gpu_bytes: int
+    added_percent: float | None  # of the blocks' time; None: another step
+    rehearsed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was rehearsed, and the plans that were found."""
+
+    budget_bytes: int
+    untouched: Rehearsal
+    saved: Rehearsal | None = None  # the blocks compiled, with everything saved
+    planned: Rehearsal | None = None
+    plans: BlockPlans | None = None
+    others: Sequence[Other] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `execute rehearse --budget --json` prints it."""
+        from traces.files import to_json
+
+        rehearsals = {"untouched": self.untouched, "saved": self.saved, "plan": self.planned}
+        return {
+            "budget_bytes": self.budget_bytes,
+            "within_budget": (self.planned or self.untouched).gpu_bytes <= self.budget_bytes,
+            "predicted": to_json(self.plans.predicted) if self.plans else None,
+            "others": to_json(list(self.others)),
+            "rehearsals": {name: r.to_json() for name, r in rehearsals.items() if r},
+        }
+
+
+def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[str], None]) -> Found:
+    """Rehearse untouched, with the blocks recorded, and by plans, until one keeps the budget.
+
+    A plan that takes more or clearly less than the budget tells how far to tighten or loosen what it was made for.
+
+    Args:
+        budget: of what nvidia-smi would show, in bytes, or a share of what it shows untouched.
+        more_ranks: the same of a job of twice as many ranks.
+
+    Raises:
+        BudgetError: no plan within the budget was found, or none kept it when it was rehearsed.
+    """
+    say("Rehearsing it untouched ...")
+    untouched = run()
+    limit = parse_budget(budget, untouched.gpu_bytes)
+    if untouched.gpu_bytes <= limit:
+        return Found(budget_bytes=limit, untouched=untouched)
+    with TemporaryDirectory() as name:
+        say("Rehearsing it with its blocks recorded ...")
+        saved = run(around=(RECORD, name))
+        step = compose(Path(name))
+        found = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
+    others = _others(Problem(step.trace), step, saved, limit)
+    if more_ranks is not None:
+        say("Rehearsing it untouched on twice as many ranks ...")
+        twice = more_ranks()
+        others.append(
+            Other(what=f"{twice.ranks} ranks", gpu_bytes=twice.gpu_bytes, added_percent=None, rehearsed=True)
+        )
+    return Found(
+        budget_bytes=limit, untouched=untouched, saved=saved, planned=found[0], plans=found[1], others=others
+    )
+
+
+def _rehearsed(
+    limit: int, saved: Rehearsal, step: Composed, run: Run, file: Path, say: Callable[[str], None]
+) -> tuple[Rehearsal, BlockPlans]:
+    """The cheapest plan that kept the budget, and its rehearsal."""
+    problem = Problem(step.trace)
+    before = problem.saved.timeline
+    beside = saved.gpu_bytes - before.peak_allocated_bytes  # outside of torch, and what it reserves beyond
+    best: tuple[float, Rehearsal, BlockPlans] | None = None
+    within, lowest, seen = limit - beside, saved.gpu_bytes, set[tuple[Action, ...]]()
+    for _ in range(MOST_PLANS):
+        answer = ask(problem, question(max(1, within), budget_of=ALLOCATED, levers=()))
+        if answer.refusal is not None and best is None:
+            raise _refused(answer, limit, beside, saved)
+        if answer.found is None or answer.found.plan.actions in seen:
+            break
+        actions, after = answer.found.plan.actions, answer.found.planned.timeline
+        seen.add(actions)
+        added = percent(after.step_time_ns - before.step_time_ns, before.step_time_ns)
+        bound: Bound | None = answer.bound
+        needs = after.peak_allocated_bytes + beside
+        predicted = {
+            "budget_bytes": limit,
+            "gpu_bytes": needs,
+            "added_percent": round(added, 3),
+            "added_ns": after.step_time_ns - before.step_time_ns,
+            "bound_percent": bound.to_json().get("overhead_percent") if bound else None,
+            "blocks": len(step.placed),
+        }
+        plans = BlockPlans(
+            model=saved.model, plans=step.plans(actions, answer.found.plan.planner), predicted=predicted
+        )
+        plans.save(file)
+        say(f"Rehearsing a plan for {show_bytes(needs)}, +{added:.1f} % ...")
+        planned = run(around=(PLANNED, str(file)))
+        lowest, over = min(lowest, planned.gpu_bytes), planned.gpu_bytes - limit
+        if over <= 0 and (best is None or added < best[0]):
+            best = added, planned, plans
+        if -CLOSE * limit <= over <= 0 or (over < 0 and not added):
+            break
+        within = after.peak_allocated_bytes - over
+    if best is None:
+        raise BudgetError(
+            f"no plan was found that keeps {show_bytes(limit)}: {MOST_PLANS} were rehearsed, and the lowest takes "
+            f"{show_bytes(lowest)} of the GPU. Give a budget of that or more."
+        )
+    return best[1:]
+
+
+def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> BudgetError:
+    assert isinstance(answer.refusal, Infeasible)
+    figures = answer.refusal.figures
+    lowest, floor = figures["lowest_peak_bytes"] + beside, figures["floor"]["peak_allocated_bytes"] + beside
+    return BudgetError(
+        f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
+        f"{show_bytes(lowest)}, and none goes below {show_bytes(floor)}; {show_bytes(saved.outside_bytes)} of it lie "
+        f"outside of torch, and torch reserves {show_bytes(beside - saved.outside_bytes)} beyond what is asked of it. "
+        "Give a larger budget, a smaller micro-batch, or more ranks."
+    )
+
+
+def _others(problem: Problem, step: Composed, saved: Rehearsal, limit: int) -> list[Other]:
+    """Checkpointing of whole blocks, as a plan says it, and half the micro-batch; estimated."""
+    before = problem.saved.timeline
+    beside = saved.gpu_bytes - before.peak_allocated_bytes
+
+    def checkpointed(what: str, blocks: int) -> Other:
+        ends = [*(p.storage for p in step.placed), len(step.trace.storages)]
+        actions = [Action(storage=s) for s in problem.candidates if s < ends[blocks]]
+        after = problem.replay(actions).timeline
+        added = percent(after.step_time_ns - before.step_time_ns, before.step_time_ns)
+        return Other(
+            what=what,
+            gpu_bytes=after.peak_allocated_bytes + beside,
+            added_percent=round(added, 3),
+            rehearsed=False,
+        )
+
+    whole = len(step.placed)
+    others = [checkpointed("every block checkpointed", whole)]
+    fewer = (checkpointed(f"the first {n} of {whole} blocks checkpointed", n) for n in range(1, whole))
+    others += [other for other in fewer if other.gpu_bytes <= limit][:1]
+    batch = saved.gpu_bytes - sum(saved.at_the_peak.get(kind, 0) for kind in (ACTIVATIONS, REST)) // 2
+    others.append(
+        Other(what="half the micro-batch, no plan", gpu_bytes=batch, added_percent=None, rehearsed=False)
+    )
+    return others

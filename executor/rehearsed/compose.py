@@ -1,0 +1,275 @@
+"""Compose one rank's step of what was recorded of its blocks, and cut a plan of it into plans for the blocks.
+
+Counts: of each block the values of its own graph; in each stretch of the step (a block's forward, the loss, a block's
+backward, the rest) what the rehearsal showed beside them, as one value: shards, their optimizer states, gathered
+parameters, buffers of reductions, gradients, inputs and outputs of blocks, logits, workspaces. Ignores: how these would
+change with a plan; the time of all but the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+from executor.rehearsed.record import BACKWARD, FORWARD, STEP
+from simulator.core.problem import Problem
+from simulator.planners.outcome import finish
+from traces.errors import SpecError
+from traces.files import read_json
+from traces.records import store
+from traces.records.plan import Action, BlockPlan
+from traces.records.trace import BACKWARD as BACKWARD_PHASE
+from traces.records.trace import (
+    EAGER,
+    EFFECT,
+    MOST,
+    OTHER,
+    Ops,
+    Storages,
+    Trace,
+    TraceMeta,
+    aliases_of,
+    uses_of,
+)
+from traces.records.trace import FORWARD as FORWARD_PHASE
+
+BESIDE: Final = "beside"  # the target of the op that makes what lies beside the blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Of the step: until the next begins."""
+
+    what: str  # begins: FORWARD, LOSS, BACKWARD or REST
+    block: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where the graph of a block is in the composed step: the ids there of its first rows."""
+
+    block: str
+    graph: int
+    forward: int
+    backward: int
+    storage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """One rank's step, of the graphs of its blocks."""
+
+    trace: Trace
+    graphs: tuple[Trace, ...]
+    placed: tuple[Placed, ...]
+
+    def plans(self, actions: Iterable[Action], planner: str) -> tuple[BlockPlan, ...]:
+        """Cut a plan's actions into plans for the blocks; alike blocks with alike actions share one."""
+        of: dict[Placed, list[Action]] = {p: [] for p in self.placed}
+        starts = sorted(self.placed, key=lambda p: p.storage)
+        for a in actions:
+            of[max((p for p in starts if p.storage <= a.storage), key=lambda p: p.storage)].append(a)
+        shared: dict[tuple[int, tuple[Action, ...]], list[str]] = {}
+        for p, mine in of.items():
+            shared.setdefault((p.graph, self._own(p, mine)), []).append(p.block)
+        return tuple(
+            BlockPlan(
+                blocks=tuple(blocks),
+                plan=replace(finish(Problem(self.graphs[g]), planner, MOST, own), budget_bytes=None).sealed(),
+            )
+            for (g, own), blocks in shared.items()
+        )
+
+    def _own(self, p: Placed, actions: Iterable[Action]) -> tuple[Action, ...]:
+        """The actions with the ids of the block's own graph. What goes in forward behind it, goes with its last op."""
+        first, whole = self.graphs[p.graph].meta.forward_ops, len(self.graphs[p.graph].ops)
+
+        def own(op: int) -> int:
+            return first + op - p.backward if op >= p.backward else min(op - p.forward, first - 1)
+
+        return tuple(
+            Action(
+                storage=a.storage - p.storage,
+                recipe=a.recipe,
+                retain=a.retain,
+                evict_after=tuple(sorted({n for op in a.evict_after if (n := own(op)) < whole})),
+            )
+            for a in actions
+        )
+
+
+def compose(folder: Path) -> Composed:
+    """The step that was recorded in a folder (`record.recording`).
+
+    Raises:
+        SpecError: blocks run forward after others ran backward, or backward reaches none.
+    """
+    told = read_json(folder / STEP)
+    used, stretches = dict(told["graphs"]), [Stretch(*mark) for mark in told["marks"]]
+    count = Counter((s.what, s.block) for s in stretches)
+    blocks = [b for b in used if count[FORWARD, b] == count[BACKWARD, b] == 1]
+    kinds = [s.what for s in stretches if s.block in blocks]
+    if not blocks or FORWARD in kinds[kinds.index(BACKWARD) :]:
+        raise SpecError(
+            "the blocks cannot be planned together: "
+            + ("some run forward after others ran backward." if blocks else "backward reaches none of them.")
+        )
+    number = {g: k for k, g in enumerate(sorted({used[b] for b in blocks}))}
+    graphs = tuple(store.load(folder / str(g)) for g in number)
+    inputs = {b: {int(s): n for s, n in told["inputs"][b].items()} for b in blocks}
+    composing = _Composing(stretches, {b: graphs[number[used[b]]] for b in blocks}, inputs)
+    peaks = Problem(composing.step([0] * len(stretches), kept=False)).saved.timeline.peak_bytes
+    inside = [max(peaks[a:b]) for a, b in composing.ranges]
+    beside = [max(0, s.peak_bytes - n) for s, n in zip(stretches, inside, strict=True)]
+    placed = tuple(Placed(block=b, graph=number[used[b]], **composing.starts[b]) for b in blocks)
+    return Composed(trace=composing.step(beside), graphs=graphs, placed=placed)
+
+
+class _Composing:
+    """The tables of the composed step: in each stretch an op that makes what lies beside, then those of the block.
+
+    Storages: what lies beside, of each stretch; what blocks are given; then those of the blocks.
+    """
+
+    def __init__(
+        self,
+        stretches: Sequence[Stretch],
+        graphs: Mapping[str, Trace],
+        inputs: Mapping[str, Mapping[int, int]],
+    ) -> None:
+        self._stretches, self._graphs, self._inputs = stretches, graphs, inputs
+        # Of what blocks are given, by number: its bytes, where it comes into being, and its last uses in forward and at
+        # all.
+        self._given: dict[int, list[int]] = {
+            n: [0, -1, -1, -1] for of in inputs.values() for n in of.values()
+        }
+        sizes = accumulate(
+            (len(g.storages) for g in graphs.values()), initial=len(stretches) + len(self._given)
+        )
+        self.starts = {b: {"storage": n} for b, n in zip(graphs, sizes, strict=False)}
+        self.ranges: list[tuple[int, int]] = []
+        rows: list[dict[str, Any]] = []
+        phase = FORWARD_PHASE
+        for k, s in enumerate(stretches):
+            phase = BACKWARD_PHASE if s.what == BACKWARD else phase
+            at = len(rows)
+            block = s.block if s.what in (FORWARD, BACKWARD) and s.block in graphs else ""
+            rows.append(_beside(k, s, phase))
+            if block:
+                rows += self._ops(block, s.what, at + 1)
+                self._hand(block, s.what, rows[at], at, len(rows))
+            self.ranges.append((at, len(rows)))
+        self._first = next(
+            at for (at, _), s in zip(self.ranges, stretches, strict=True) if s.what == BACKWARD
+        )
+        self._ops_table = Ops(**{f.name: tuple(row[f.name] for row in rows) for f in fields(Ops)})
+
+    def _storage(self, block: str, s: int) -> int:
+        """The id in the composed step of a storage of a block's graph."""
+        given = self._inputs[block].get(s)
+        if given is None:
+            return self.starts[block]["storage"] + s
+        return len(self._stretches) + [*self._given].index(given)
+
+    def _op(self, block: str, op: int) -> int:
+        first, start = self._graphs[block].meta.forward_ops, self.starts[block]
+        return op if op < 0 else start[FORWARD] + op if op < first else start[BACKWARD] + op - first
+
+    def _ops(self, block: str, what: str, at: int) -> Iterator[dict[str, Any]]:
+        graph, self.starts[block][what] = self._graphs[block], at
+        first = graph.meta.forward_ops
+        outputs = {s for s, hold in enumerate(graph.storages.hold) if hold == first - 1}
+        for i in range(first) if what == FORWARD else range(first, len(graph.ops)):
+            row = {f.name: getattr(graph.ops, f.name)[i] for f in fields(Ops)}
+            # What a block returns is the next one's, which holds it whatever the plan.
+            kept = what == FORWARD and not outputs.isdisjoint(row["writes"])
+            yield row | {
+                "inputs": tuple(self._op(block, j) for j in row["inputs"]),
+                "reads": tuple(dict.fromkeys(self._storage(block, s) for s in row["reads"])),
+                "writes": tuple(dict.fromkeys(self._storage(block, s) for s in row["writes"])),
+                "overwrites": self._storage(block, row["overwrites"]) if row["overwrites"] >= 0 else -1,
+                "flags": row["flags"] | (EFFECT if kept else 0),
+                "module": f"{block}.{row['module']}".rstrip("."),
+            }
+
+    def _hand(self, block: str, what: str, row: dict[str, Any], at: int, end: int) -> None:
+        """Let what the block is given be there from its forward to the end of its backward, for whatever runs again."""
+        for s, n in self._inputs[block].items():
+            given, place = self._given[n], self._storage(block, s)
+            given[3] = end - 1
+            if what == BACKWARD:
+                row["reads"] += (place,)
+            else:
+                given[2] = end - 1
+            if given[1] < 0:
+                given[:2] = self._graphs[block].storages.nbytes[s], at
+                row["writes"] += (place,)
+
+    def step(self, beside: Sequence[int], *, kept: bool = True) -> Trace:
+        """The step with so many bytes beside the blocks in each stretch.
+
+        Args:
+            kept: what blocks are given stays for what runs again; if not, it goes when nothing reads it any more.
+        """
+        n = len(beside) + len(self._given)
+        table: dict[str, list[Any]] = {
+            "name": [_beside(k, s, "")["name"] for k, s in enumerate(self._stretches)]
+            + ["given"] * len(self._given),
+            "nbytes": [*beside, *(size for size, *_ in self._given.values())],
+            "category": [OTHER] * n,
+            "producer": [*(at for at, _ in self.ranges), *(g[1] for g in self._given.values())],
+            "hold": [*(end - 1 for _, end in self.ranges), *(g[2 + kept] for g in self._given.values())],
+            "dtype": ["uint8"] * n,
+            "shape": [()] * n,
+        }
+        for block, graph in self._graphs.items():
+            sts = graph.storages
+            table["name"] += [f"{block}.{name}" for name in sts.name]
+            # What it does not make itself is counted: among what it is given, or beside.
+            table["nbytes"] += [
+                size if op >= 0 else 0 for size, op in zip(sts.nbytes, sts.producer, strict=True)
+            ]
+            table["producer"] += [self._op(block, op) for op in sts.producer]
+            table["hold"] += [self._op(block, op) for op in sts.hold]
+            for column in ("category", "dtype", "shape"):
+                table[column] += getattr(sts, column)
+        ops, count = self._ops_table, len(table["name"])
+        if not kept:
+            reads = zip(ops.reads, ops.target, strict=True)
+            ops = replace(ops, reads=tuple(() if target == BESIDE else read for read, target in reads))
+        columns = {
+            **{k: tuple(v) for k, v in table.items()},
+            **uses_of(ops, count),
+            "aliases": aliases_of(ops, count),
+        }
+        of = next(iter(self._graphs.values())).meta
+        meta = TraceMeta(
+            model="blocks",
+            device=of.device,
+            target=of.target,
+            forward_ops=self._first,
+            first_backward_graph_op=self._first,
+        )
+        return store.validate(Trace(meta=meta, ops=ops, storages=Storages(**columns)))
+
+
+def _beside(k: int, s: Stretch, phase: str) -> dict[str, Any]:
+    """The op that makes what lies beside in the stretch of that number."""
+    row: dict[str, Any] = dict.fromkeys((f.name for f in fields(Ops)), ())
+    row |= dict.fromkeys(("time_ns", "flops", "bytes_moved"), 0) | {
+        "module": "",
+        "arguments": "",
+        "overwrites": -1,
+    }
+    return row | {
+        "name": f"beside {s.what} {s.block}".strip(),
+        "target": BESIDE,
+        "phase": phase,
+        "flags": EAGER,
+        "writes": (k,),
+    }

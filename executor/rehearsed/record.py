@@ -1,0 +1,206 @@
+"""In a rehearsal's process: record the blocks of a model while they train with everything saved, or apply their plans.
+
+The model is the first whose call trains and that has blocks (`blocks_of`). Where in the step each block runs is marked,
+with the highest point of memory between two marks: what lies beside the blocks is measured so, and nowhere restated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from executor.backend import Compiler, trace_of
+from executor.graphs.graph import Graph
+from executor.training.module import STATE, apply_plan, install, trains
+from executor.training.wrapped import blocks_of, inside
+from tracer.capture.joint import ARGUMENT, PLACE
+from tracer.record.program import Program
+from tracer.torch_api import current_graph_task, pytree
+from traces.errors import SpecError
+from traces.files import canonical_json, write_text
+from traces.records import store
+from traces.records.plan import Action
+from traces.records.trace import Trace
+
+STEP: Final = "step.json"
+FORWARD, LOSS, BACKWARD, REST = "forward", "loss", "backward", "rest"  # what begins at a mark
+
+
+@contextmanager
+def _at_first_call(do: Callable[[nn.Module], Any]) -> Iterator[None]:
+    """In the body, the first model that has blocks is given away when its first training call begins."""
+
+    def called(module: nn.Module, _: Any) -> None:
+        if trains(module) and blocks_of(inside(module)):
+            hook.remove()
+            if [m for m in module.modules() if STATE in vars(m)]:
+                raise SpecError("the script applies a plan itself; leave that line out while a plan is made.")
+            do(module)
+
+    hook = register_module_forward_pre_hook(called)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def planned(path: str) -> Any:
+    """In the body, the model's blocks train by the plans in that file."""
+    return _at_first_call(lambda model: apply_plan(model, path))
+
+
+@contextmanager
+def recording(folder: str) -> Iterator[None]:
+    """In the body, the model's blocks train as compiled graphs with everything saved. What was recorded of the last
+    step is in the folder then: a trace for each graph, and STEP."""
+    recorder = Recorder()
+    with _at_first_call(recorder.watch):
+        hook = register_optimizer_step_pre_hook(lambda *_: recorder.mark(REST))
+        try:
+            yield
+        finally:
+            hook.remove()
+    recorder.save(Path(folder))
+
+
+class _Saving(Compiler):
+    """Compiles graphs with everything saved, and keeps their traces."""
+
+    def __init__(self) -> None:
+        super().__init__(budget="100%")
+        self.traces: list[Trace] = []
+        self.given: list[Any] = []  # the arguments of the last call, None for what is no tensor
+        self.arguments: list[
+            dict[int, int]
+        ] = []  # of each graph: storages, and their places among its arguments
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
+        run = super().__call__(module, examples)
+
+        def call(*given: Any) -> Any:
+            self.given = [
+                StorageWeakRef(x.untyped_storage()) if isinstance(x, torch.Tensor) else None for x in given
+            ]
+            return run(*given)
+
+        return torch.compiler.disable(call)
+
+    def _within(self, graph: Graph) -> tuple[Program, Sequence[Action]]:
+        program = graph.read()
+        header = {
+            "graph_fingerprint": program.fingerprint(),
+            "structure_fingerprint": program.fingerprint(sizes=False),
+            "sketch": self.sketch(program),
+            "inputs": sum(s.producer < 0 for s in program.storages),
+        }
+        self.traces.append(trace_of(program, graph.kind, **header))
+        holders = program.captured.graph_module.graph.find_nodes(op="placeholder")
+        places = dict(enumerate(x.kind == ARGUMENT for x in graph.inputs))  # tangents come behind
+        self.arguments.append(
+            {
+                s: n.meta[PLACE]
+                for n in holders
+                for s in program.storage_of[n]
+                if places.get(n.meta.get(PLACE))
+            }
+        )
+        return program, ()
+
+
+class Recorder:
+    """One forward and backward through the blocks: which graph each ran as, and what memory there was in between."""
+
+    def __init__(self) -> None:
+        self._compiler = _Saving()
+        self._graphs: dict[str, int] = {}  # of the blocks in the order of their calls
+        self._refs: list[StorageWeakRef] = []  # of blocks' arguments, each of which has its number here
+        self._inputs: dict[
+            str, dict[int, int]
+        ] = {}  # of each block: storages of its graph, and those numbers
+        self._marks: list[
+            list[Any]
+        ] = []  # what begins, of which block, and the peak until the next, in bytes
+
+    def watch(self, model: nn.Module) -> None:
+        """Record the calls of its blocks from now on."""
+        for path, block in blocks_of(inside(model)).items():
+            install(block, self._compiler)
+            block.register_forward_pre_hook(
+                lambda m, args, kwargs, path=path: self._begin(path, m, args, kwargs), with_kwargs=True
+            )
+            block.register_forward_hook(lambda m, _, made, path=path: self._end(path, m, made))
+
+    def mark(self, what: str, path: str = "") -> None:
+        """Something begins."""
+        if self._marks:
+            self._marks[-1][2] = max(self._marks[-1][2], _peak_bytes())
+        _reset()
+        self._marks.append([what, path, 0])
+
+    def _begin(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not trains(block):
+            return
+        if current_graph_task() >= 0:
+            raise SpecError(
+                f"{path} runs again in backward: the script checkpoints its blocks itself, which the plan is to do; "
+                "leave its checkpointing out."
+            )
+        if not self._graphs or path in self._graphs:
+            self._graphs, self._marks, self._refs, self._inputs = {}, [], [], {}
+            _on_gradient((args, kwargs), lambda: self.mark(REST))
+        self.mark(FORWARD, path)
+        self._before = [c.graph.steps for c in self._compiler.compiled]
+
+    def _end(self, path: str, block: nn.Module, made: Any) -> None:
+        if not trains(block):
+            return
+        now = [c.graph.steps for c in self._compiler.compiled]
+        before = [*self._before, *([0] * len(now))]
+        graph = self._graphs[path] = next(k for k, n in enumerate(now) if n > before[k])
+        self._inputs[path] = {
+            s: self._number(self._compiler.given[k]) for s, k in self._compiler.arguments[graph].items()
+        }
+        _on_gradient(made, lambda: self.mark(BACKWARD, path))
+        self.mark(LOSS)
+
+    def _number(self, ref: StorageWeakRef) -> int:
+        """The number of a storage; while it is referred to, no other has its address."""
+        if ref not in self._refs:
+            self._refs.append(ref)
+        return self._refs.index(ref)
+
+    def save(self, folder: Path) -> None:
+        """Write what was seen last."""
+        if not self._graphs:
+            raise SpecError(
+                "no model with blocks was called to train: blocks are what fully_shard shards below a root, and the "
+                "alike members of a ModuleList, ModuleDict or Sequential."
+            )
+        self.mark(REST)
+        for k, trace in enumerate(self._compiler.traces):
+            store.save(trace, folder / str(k))
+        told = {"graphs": list(self._graphs.items()), "inputs": self._inputs, "marks": self._marks[:-1]}
+        write_text(folder / STEP, canonical_json(told))
+
+
+def _on_gradient(values: Any, do: Callable[[], None]) -> None:
+    """Call it when the gradient of the first tensor among values that gets one is there."""
+    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if tensors:
+        tensors[0].register_hook(lambda _: do())
+
+
+def _peak_bytes() -> int:
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+
+
+def _reset() -> None:
+    torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,151 @@
+"""Plans for the blocks of a rank within a budget of its GPU: recorded, planned and rehearsed on the null driver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from executor.cli.main import execute
+from executor.rehearsed.budget import PLANNED
+from tests.rehearsal.test_rehearsal import script
+from tracer.rehearsal.jobs import Job
+from tracer.rehearsal.run import rehearse
+from traces.records.plan import BlockPlans
+from traces.units import GIB
+
+pytestmark = pytest.mark.rehearsal
+LAYERS = 6  # of the programs
+
+RANK = """
+import os, torch, torch.distributed as dist
+from tests.rehearsal.distributed import Net, adamw, checkpointed, ddp, fsdp2, loss_of, train
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group()
+model = MODEL
+train(model, adamw(model), 16, 512, clip=False)
+"""
+ALONE = """
+import torch
+from tests.rehearsal.distributed import Net, adamw, loss_of
+model = Net().cuda()
+optimizer = adamw(model)
+for step in range(6):
+    for _ in range(2):
+        loss_of(model, 16, 512).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def plan_for(program: str, budget: str, *words: str) -> Result:
+    given = [
+        "rehearse",
+        program,
+        "--gpu",
+        "h100",
+        "--iterations",
+        "3",
+        "--budget",
+        budget,
+        "--json",
+        "-q",
+        *words,
+    ]
+    return CliRunner().invoke(execute, given)
+
+
+def answer_of(done: Result) -> dict[str, Any]:
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["fsdp2()", "ddp()"])
+def test_a_rank_is_planned_within_a_budget_and_keeps_it_when_it_is_rehearsed(
+    tmp_path: Path, model: str
+) -> None:
+    program, file = script(tmp_path, RANK.replace("MODEL", model)), tmp_path / "plan.json"
+    found = answer_of(plan_for(program, "75%", "--ranks", "8", "-o", str(file)))
+    untouched, saved, planned = (found["rehearsals"][name] for name in ("untouched", "saved", "plan"))
+    assert found["budget_bytes"] == untouched["gpu_bytes"] * 75 // 100
+    assert planned["gpu_bytes"] <= found["budget_bytes"] < saved["gpu_bytes"]
+    told = found["predicted"]
+    # What is composed is what is rehearsed, but for what torch reserves beyond.
+    beyond = [r["gpu_bytes"] - r["steady"]["requested_bytes"] for r in (saved, planned)]
+    difference = planned["gpu_bytes"] - told["gpu_bytes"] - (beyond[1] - beyond[0])
+    assert abs(difference) < 0.01 * planned["steady"]["requested_bytes"]
+    assert 0 < told["bound_percent"] <= told["added_percent"]
+    others = {other["what"]: other for other in found["others"]}
+    assert others["every block checkpointed"]["added_percent"] > told["added_percent"]
+    assert others["16 ranks"]["rehearsed"]
+    plans = BlockPlans.load(file)
+    assert sorted(b for p in plans.plans for b in p.blocks) == [f"layers.{k}" for k in range(LAYERS)]
+    # It is the file that was rehearsed.
+    again = rehearse(
+        program, "h100", script=True, job=Job(ranks=8), iterations=3, around=(PLANNED, str(file))
+    )
+    assert again.steady.requested_bytes == planned["steady"]["requested_bytes"]
+
+
+def test_an_impossible_budget_is_refused_with_the_floor(tmp_path: Path) -> None:
+    program = script(tmp_path, ALONE)
+    done = plan_for(program, "1GiB")
+    assert done.exit_code == 1
+    assert "none goes below" in done.output
+    assert "Give a larger budget" in done.output
+
+
+@pytest.mark.slow
+def test_a_step_of_several_micro_batches_is_planned_by_its_last(tmp_path: Path) -> None:
+    program = script(tmp_path, ALONE)
+    found = answer_of(plan_for(program, "80%"))
+    assert found["within_budget"]
+    assert found["rehearsals"]["plan"]["gpu_bytes"] <= found["budget_bytes"]
+    kept = answer_of(plan_for(program, f"{9 * GIB}"))
+    assert kept["within_budget"]
+    assert kept["predicted"] is None
+
+
+CHECKPOINTED = """torch.utils.checkpoint.checkpoint(
+            model, torch.ones(4, 8, dtype=int, device="cuda"), use_reentrant=False).sum()"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "loss", "why"),
+    [
+        ("Net()", CHECKPOINTED, "checkpoints its blocks itself, which the plan is to do"),
+        ("torch.nn.Linear(8, 8)", "model(torch.ones(8, 8).cuda()).sum()", "no model with blocks was called"),
+        ("applied(Net())", "loss_of(model, 16, 512)", "the script applies a plan itself"),
+    ],
+)
+def test_programs_that_no_plan_of_blocks_is_for_are_told_why(
+    tmp_path: Path, model: str, loss: str, why: str
+) -> None:
+    applied = """
+def applied(model):
+    from executor import apply_plan
+    from tests.torch.steps import build_of, plan_of, recorded
+    trace = recorded(build_of(lambda: (torch.nn.Linear(8, 8), (torch.ones(8, 8),), torch.sum, None))).trace
+    return model if apply_plan(model.head, plan_of(trace), on_mismatch="eager") is None else model
+"""
+    code = ALONE.replace("Net()", model).replace("loss_of(model, 16, 512)", loss)
+    code = code.replace("model =", f"{applied}\nmodel =", 1) if "applied" in model else code
+    done = plan_for(script(tmp_path, code), "600MiB")
+    assert done.exit_code == 2
+    assert why in done.output
+
+
+def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
+    program = script(tmp_path, ALONE)
+    for words in (["--ranks", "1,2"], ["--iterations", "2"], ["--plan", program]):
+        done = plan_for(program, "80%", *words)
+        assert (done.exit_code, "--budget plans for one rank" in done.output) == (2, True)
+    done = CliRunner().invoke(
+        execute, ["rehearse", program, "--gpu", "h100", "-o", str(tmp_path / "plan.json")]
+    )
+    assert "which --budget makes" in done.output

@@ -1,0 +1,104 @@
+"""Plans for the blocks of a model: which modules are blocks, and what a model does that has such plans."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from executor import apply_plan, remove_plan, unplanned  # noqa: E402
+from executor.training.wrapped import blocks_of  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.records.plan import BlockPlan, BlockPlans, Plan, load_plan  # noqa: E402
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(expert(x) for expert in self.experts)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return sum(head(x).pow(2).mean() for head in self.heads)
+
+
+def plans(*blocks: str) -> BlockPlans:
+    def make() -> Any:
+        return Block(), (torch.randn(4, 8).requires_grad_(),), lambda y: y.pow(2).mean(), None
+
+    trace = recorded(build_of(make)).trace
+    plan = plan_of(trace, *recompute_all(Problem(trace)))
+    return BlockPlans(
+        model="train.py", plans=(BlockPlan(blocks=blocks, plan=plan),), predicted={"gpu_bytes": 1}
+    )
+
+
+def gradients(net: nn.Module) -> list[torch.Tensor]:
+    net.zero_grad()
+    net(torch.ones(4, 8).requires_grad_()).backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def test_blocks_are_the_outermost_alike_members_that_have_parts() -> None:
+    assert [*blocks_of(Net())] == ["layers.0", "layers.1", "layers.2"]
+    assert [*blocks_of(nn.Sequential(Block(), Block()))] == ["0", "1"]
+    assert [*blocks_of(nn.ModuleDict({"a": Block(), "b": Block()}))] == ["a", "b"]
+
+
+def test_blocks_share_what_is_compiled_and_their_steps_are_counted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    before = gradients(net)
+    file = plans("layers.0", "layers.1", "layers.2").save(tmp_path / "plan.json")
+    assert load_plan(file) == BlockPlans.load(file)
+    assert apply_plan(net, file) is net
+    copied = copy.deepcopy(net)
+    for model in (net, copied):
+        assert all(map(torch.equal, before, gradients(model)))
+        told = model.receipt()
+        assert (told.planned_steps, told.unplanned_steps) == (1, 0)
+    assert len(net.receipt().captures) == 1  # of three blocks
+    with unplanned(net):
+        gradients(net)
+    assert net.receipt().unplanned_because == {"inside `with unplanned`": 3}
+    assert net.receipt().unplanned_steps == 1
+    apply_plan(net, plans("layers.0"))  # takes the place of those that were there
+    assert [path for path, m in net.named_modules() if hasattr(m, "receipt")] == ["", "layers.0"]
+    assert all(map(torch.equal, before, gradients(net)))
+    remove_plan(net)
+    assert not hasattr(net, "receipt")
+    assert all(map(torch.equal, before, gradients(net)))
+
+
+def test_plans_for_other_blocks_and_files_that_hold_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"blocks of train.py, and this Net has no h\.0"):
+        apply_plan(Net(), plans("h.0"))
+    net = apply_plan(Net(), plans("layers.0"))
+    net.layers[0].experts[0] = nn.Identity()
+    with pytest.raises(PlanError, match="another graph"):
+        gradients(net)
+    file = plans("layers.0").save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="holds no plan"):
+        Plan.load(file)
+    file.write_text("[]")
+    with pytest.raises(PlanError, match="holds no plan"):
+        load_plan(file)
