@@ -289,6 +289,9 @@ def test_perfettos_events_are_of_the_trace_event_format() -> None:
     again = [row for row in kinds["X"] if names[row["tid"]] == AGAIN]
     assert len(again) == c.planned.timeline.recomputed_ops > 0
     assert sum(row["dur"] for row in kinds["X"]) * 1000 == c.planned.timeline.step_time_ns
+    for tid in names:  # what overlaps on one track is not drawn
+        ends = [(row["ts"], row["ts"] + row["dur"]) for row in kinds["X"] if row["tid"] == tid]
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(ends))
     peaks = [sum(row["args"].values()) for row in kinds["C"]]
     assert peaks == list(c.planned.timeline.peak_bytes)
     assert all(isinstance(n, int) for row in kinds["C"] for n in row["args"].values())
