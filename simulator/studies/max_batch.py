@@ -1,35 +1,50 @@
 """The largest batch of a model that fits a device, without a plan and with one at a bounded price.
 
-Batch sizes are traced, each in a process of its own, and judged by simulation. Memory is close to a straight line in
-the batch size, so the next one to try is where the line through the last probes meets the limit, and the answer is
-confirmed by traces on both sides: the batch fits and the next larger one does not. Fragmentation can make a larger
-batch fit where a smaller one does not; such islands beyond the first boundary are not looked for.
+Two batch sizes are traced, and the search goes over steps on the straight line through them, which no process makes.
+Where it ends is traced, and so is the next larger batch: the answer is confirmed on both sides, or the search goes on
+along the line through these. Fragmentation can make a larger batch fit where a smaller one does not; such islands
+beyond the first boundary are not looked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Unpack
 
 from simulator.allocator.device import CPU, DeviceMemory, kind_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import DEVICE, Device, Question, Say, Words, ask, completed, question, silent
+from simulator.prediction.ask import (
+    DEVICE,
+    SOONER,
+    Device,
+    Question,
+    Say,
+    Words,
+    ask,
+    completed,
+    question,
+    silent,
+)
 from simulator.prediction.levers import lower_bound, lowest_floor
 from simulator.prediction.step import UNTOUCHED, Prediction, predict, provenance, texts, untouched_fit
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Study, columns
-from simulator.studies.tracing import Traced
+from simulator.studies.tracing import Traced, between, of_one_structure
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, RESERVED
+from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
-FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it
+FIRST: Final = (
+    8  # the first batch size that is traced, if nothing forbids it; the second is STRIDE times that
+)
 PATIENCE: Final = 4  # guesses by a straight line in a row before the bracket is halved
-STRIDE: Final = 4  # from the first probe to the second, when there is no line yet
+STRIDE: Final = 4  # from one batch size to the next, when there is no line yet
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
 SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
 
@@ -96,10 +111,14 @@ class _Search:
     """The question, and all that is known so far about each batch size."""
 
     model: Traced
+    step: int  # all batch sizes are multiples of it
+    top: int  # the largest to try
     question: Question  # of the device, whose memory is the budget
     device: DeviceMemory
     price_percent: float  # of a plan, at most
     say: Say
+    exact: bool = True  # of what is traced; otherwise of steps on the line through traces
+    traces: dict[int, Trace] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
 
@@ -107,9 +126,60 @@ class _Search:
         """How far so many bytes are over what there is, as a share of it."""
         return nbytes / max(1, self.device.usable_bytes) - 1
 
-    def traced(self, batch_size: int) -> Prediction:
+    def trace(self, *batch_sizes: int) -> None:
+        """Trace what is to be tried and is not traced yet."""
+        sizes = sorted({n for n in batch_sizes if 0 < n <= self.top} - self.traces.keys())
+        self.traces |= zip(sizes, self.model.each(sizes, self.say), strict=True)
+
+    def line(self, batch_size: int) -> tuple[tuple[int, Trace], tuple[int, Trace]] | None:
+        """The two nearest traces of one structure; None: there are none."""
+        near = sorted(self.traces.items(), key=lambda item: abs(item[0] - batch_size))
+        return next(
+            (pair for pair in combinations(near, 2) if of_one_structure(pair[0][1], pair[1][1])), None
+        )
+
+    def reckoned(self, way: str, low: int, high: int) -> int | None:
+        """Where the boundary is by steps on the line; None: there is no line.
+
+        Args:
+            way: the question, a method's name.
+            low, high: a batch size that fits, and one that does not.
+        """
+        if self.line(low) is None:
+            return None
+        limits = replace(self.question.limits, seconds=self.question.limits.seconds / SOONER)
+        asks = replace(self.question, limits=limits)
+        by_line = replace(self, question=asks, say=silent, exact=False, probes={}, said={})
+        ask, last = getattr(by_line, way), high - self.step
+        begin = max(low + self.step, min(last, by_line.beyond(low)))
+        excess = ask(low).excess if low else -1.0
+        return boundary(ask, first=begin, step=self.step, top=last, fits=low, fits_excess=excess)
+
+    def largest(self, way: str, low: int, reckoned: int | None) -> int:
+        """The boundary, confirmed by traces on both sides of it; `reckoned`: where it is by the line."""
+        if low >= self.top:
+            return low
+
+        def guess(low: int, high: int) -> int | None:
+            nonlocal reckoned
+            if reckoned is None or not low <= reckoned < high:
+                reckoned = self.reckoned(way, low, high)
+            return reckoned
+
+        first = max(low + self.step, min(reckoned or FIRST, self.top))
+        return boundary(getattr(self, way), first=first, step=self.step, top=self.top, fits=low, guess=guess)
+
+    def saved(self, batch_size: int) -> Prediction:
         """The step with everything saved, which is an empty plan's."""
-        trace, asks = self.model.at(batch_size, self.say), self.question
+        if batch_size not in self.said:
+            self.said[batch_size] = self._saved(batch_size)
+        return self.said[batch_size]
+
+    def _saved(self, batch_size: int) -> Prediction:
+        if self.exact:
+            self.trace(batch_size)
+        pair, asks = self.line(batch_size), self.question
+        trace = self.traces[batch_size] if self.exact or pair is None else between(*pair, batch_size)
         if (kind := kind_of(trace.meta)) != self.device.kind:
             raise SpecError(
                 f"the trace holds the graph of a {kind.upper()}, and {self.device.name} is a "
@@ -120,7 +190,7 @@ class _Search:
     def without(self, batch_size: int) -> Verdict:
         """Return whether the untouched model's step fits."""
         if batch_size not in self.probes:
-            c = self.said[batch_size] = self.traced(batch_size)
+            c = self.saved(batch_size)
             plain = untouched_fit(c)
             self.probes[batch_size] = Probe(
                 batch_size=batch_size,
@@ -151,23 +221,22 @@ class _Search:
 
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
-        problem = self.said[batch_size].problem.unconstrained
+        problem = self.saved(batch_size).problem.unconstrained
         return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.question.levers)))
 
-    def beyond(self, step: int) -> int:
-        """The batch size up to which the line through the two largest probes' floors stays within what there is."""
-        if len(self.said) < 2:
-            return 0
-        a, b = sorted(self.said)[-2:]
-        at_a, at_b = self.floor_excess(a), self.floor_excess(b)
-        return int((a - at_a * (b - a) / (at_b - at_a)) // step) * step if at_b > at_a else 0
+    def beyond(self, low: int) -> int:
+        """The batch size up to which the line through two floors stays within what there is."""
+        a = max(low, self.step)
+        at_a, at_b = self.floor_excess(a), self.floor_excess(STRIDE * a)
+        more = -at_a * (STRIDE - 1) * a / (at_b - at_a) if at_b > at_a else 0.0
+        return max(0, int((a + more) // self.step) * self.step)
 
     def _plan(self, c: Prediction, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
         asks, price = self.question, self.price_percent
         if probe.baseline_fits:  # the captured graph alone makes room
             probe = replace(probe, plan=probe.baseline, overhead_percent=0.0, plan_fits=True)
-            return self._saved(probe, c), _over(0.0, price)
+            return self._kept(probe, c), _over(0.0, price)
         none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
             return none, 0.0
@@ -186,12 +255,13 @@ class _Search:
         fits, over = bool(c.planned_fit.fits) and cost <= price, _over(cost, price)
         why = f"the plan that was found adds {cost:.2f} %" if cost > price else c.planned_fit.out_of_memory
         probe = replace(probe, plan=c.planned_figures, overhead_percent=cost, plan_fits=fits, message=why)
-        return (self._saved(probe, c), over) if fits else (probe, max(SLIGHTLY, over))
+        return (self._kept(probe, c), over) if fits else (probe, max(SLIGHTLY, over))
 
-    def _saved(self, probe: Probe, c: Prediction) -> Probe:
+    def _kept(self, probe: Probe, c: Prediction) -> Probe:
         """The probe with the file of the plan that fits."""
         path = f"plan-b{probe.batch_size}.json"
-        c.plan.save(self.model.directory / path)
+        if self.exact:
+            c.plan.save(self.model.directory / path)
         self.said[probe.batch_size] = c
         return replace(probe, plan_path=path)
 
@@ -244,23 +314,36 @@ def max_batch(
     top = maximum // step * step
     if top < step:
         raise SpecError(f"--max {maximum}: there is no multiple of {step} up to it.")
-    traced = Traced.of(model, directory, "max-batch", options)
     search = _Search(
-        model=traced, question=asks, device=memory, price_percent=budget_overhead_percent, say=progress
+        model=Traced.of(model, directory, "max-batch", options),
+        step=step,
+        top=top,
+        question=asks,
+        device=memory,
+        price_percent=budget_overhead_percent,
+        say=progress,
     )
     first = min(top, -(-FIRST // step) * step)
-    without = with_plan = boundary(search.without, first=first, step=step, top=top)
-    if without < top:
-        guess = min(top, max(without + step, search.beyond(step)))
-        excess = search.floor_excess(without) if without else -1.0
-        with_plan = boundary(search.plan, first=guess, step=step, top=top, fits=without, fits_excess=excess)
-    return _answer(search, step, maximum, without, with_plan, with_plan == top)
+    search.trace(first, min(top, STRIDE * first))
+    plain = search.reckoned("without", 0, top + step)
+    planned = plain if plain is None or plain >= top else search.reckoned("plan", plain, top + step)
+    if plain is not None and planned is not None:
+        progress(f"by the line through two traces, batch {plain} fits, and with a plan batch {planned}")
+        search.trace(plain, plain + step, planned, planned + step)
+    without = search.largest("without", 0, plain)
+    with_plan = search.largest("plan", without, planned)
+    return _answer(search, maximum, without, with_plan)
 
 
-def _answer(
-    search: _Search, multiple_of: int, maximum: int, without: int, with_plan: int, stopped: bool
-) -> MaxBatch:
-    traced, device, price = search.model, search.device, search.price_percent
+def _answer(search: _Search, maximum: int, without: int, with_plan: int) -> MaxBatch:
+    traced, device, price, stopped = (
+        search.model,
+        search.device,
+        search.price_percent,
+        with_plan == search.top,
+    )
+    for batch_size in search.traces:
+        search.without(batch_size)
     of = ALLOCATED if device.kind == CPU else RESERVED  # the memory that must fit
     probes = tuple(search.probes[b] for b in sorted(search.probes))
     shown = search.said[with_plan or without or min(search.said)]
@@ -270,7 +353,7 @@ def _answer(
         return f"({of} {show_bytes(figures.peak_bytes(of))} of {show_bytes(device.usable_bytes)})"
 
     notes = [
-        f"without a plan: not even batch {multiple_of} fits"
+        f"without a plan: not even batch {search.step} fits"
         if best is None
         else f"without a plan: batch {without} {room(best.untouched)}"
     ]
@@ -291,7 +374,7 @@ def _answer(
         "budget_overhead_percent": price,
         "planner": search.question.planner_name,
         "allow": search.question.levers.allow,
-        "multiple_of": multiple_of,
+        "multiple_of": search.step,
         "maximum": maximum,
         "stopped_at_maximum": stopped,
         "without_plan": told.get(without, {"batch_size": without}),
@@ -336,6 +419,7 @@ def boundary(
     top: int = 1 << 20,
     fits: int = 0,
     fits_excess: float = -1.0,
+    guess: Callable[[int, int], int | None] = lambda low, high: None,
 ) -> int:
     """The largest number that gets a yes before the first no, found in few questions.
 
@@ -345,6 +429,7 @@ def boundary(
         step: all numbers are multiples of it.
         top: the largest number to try.
         fits: known to fit without asking, with `fits_excess`; 0 stands for nothing at all.
+        guess: where it lies between a number that fits and one that does not; None: by a straight line.
 
     Returns:
         a number b that fits (0: not even `step` does), while b + step does not, or b = top.
@@ -361,10 +446,11 @@ def boundary(
             high = b
         if high - low <= step:
             return low
-        guess = _crossing(known, low, high)
+        told = guess(low, high)
+        near = _crossing(known, low, high) if told is None else told
         guesses += 1
-        if guess is not None and guesses <= PATIENCE and low <= guess < high + step:
-            b = int(guess // step) * step
+        if near is not None and guesses <= PATIENCE and low <= near < high + step:
+            b = int(near // step) * step
         elif high <= top:
             b, guesses = (low + high) // 2 // step * step, 0
         else:  # everything has fitted so far

@@ -23,12 +23,12 @@ from simulator.core.problem import Problem, Replay
 from simulator.levers import rewritten_problem
 from simulator.prediction.ask import Say
 from simulator.prediction.step import Prediction
-from simulator.studies.tracing import run_trace
+from simulator.studies.tracing import of_one_structure, run_trace
 from traces.errors import PlanError, SpecError, TraceError
 from traces.model_spec import IN_HAND, is_build_function
 from traces.records.plan import RESERVED
 from traces.records.store import load
-from traces.records.trace import Trace, TraceMeta, as_named
+from traces.records.trace import Trace, TraceMeta
 from traces.shapes import Shapes, Sizes, in_words, label
 from traces.units import show_bytes
 
@@ -36,7 +36,6 @@ STEPS: Final = 200  # of random shapes
 PLAN: Final = "plan"  # how a shape runs
 SAVED: Final = "everything saved"
 REFUSED: Final = "refused"
-SAME: Final = ("phase", "inputs", "reads", "writes", "flags")  # columns of ops in which one structure agrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,14 +172,7 @@ def over_shapes(
 
 def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Problem, Replay, str]:
     """The step at other sizes as it runs there, its replay, and how it runs."""
-    mine, planned = problem.trace, c.trace
-    a, b = mine.ops, planned.ops
-    same = (
-        as_named(a.target, b.target) == b.target
-        and all(getattr(a, k) == getattr(b, k) for k in SAME)
-        and mine.storages.producer == planned.storages.producer
-    )
-    if same:
+    if of_one_structure(problem.trace, c.trace):
         try:
             step = rewritten_problem(problem, c.plan.rewrites)
             return step, step.replay(c.plan.actions), PLAN

@@ -1,4 +1,5 @@
-"""Runs `trace`, the one other command that simulate starts, and uses a trace again while it is what would be made.
+"""Run `trace`, the one other command that simulate starts, use a trace again while it is what would be made, and work
+out what one would say from two others.
 
 Beside each trace lies a stamp of the command, the user's file and the versions, so that a trace that went stale is
 noticed; what was measured of a device since then is not looked at.
@@ -6,10 +7,12 @@ noticed; what was measured of a device since then is not looked at.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +23,7 @@ from traces.files import canonical_json, read_json, write_text
 from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
 from traces.records.store import load
-from traces.records.trace import Trace
+from traces.records.trace import Trace, Untouched, as_named
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
 
@@ -54,6 +57,53 @@ class Traced:
         found = load(place)
         write_text(note, canonical_json({**stamp, "fingerprint": found.meta.fingerprint}) + "\n")
         return found
+
+    def each(self, batch_sizes: Sequence[int], say: Say) -> list[Trace]:
+        """The traces at some batch sizes, made side by side, or one after another where they are measured."""
+        measured = any(word.partition("=")[0] == "--device" for word in self.words)
+        with ThreadPoolExecutor(1 if measured else os.cpu_count()) as pool:
+            return list(pool.map(lambda size: self.at(size, say), batch_sizes))
+
+
+def of_one_structure(a: Trace, b: Trace) -> bool:
+    """Return whether two steps are of the same ops on the same storages, whatever the sizes; a slice that takes all is
+    an alias."""
+    same = ("phase", "inputs", "reads", "writes", "flags")
+    return (
+        as_named(a.ops.target, b.ops.target) == b.ops.target
+        and all(getattr(a.ops, k) == getattr(b.ops, k) for k in same)
+        and a.storages.producer == b.storages.producer
+    )
+
+
+def between(low: tuple[int, Trace], high: tuple[int, Trace], size: int) -> Trace:
+    """What the trace of a step at another size comes to, on the straight line through those at two.
+
+    Counts: bytes and times, wherever the two have both. Ignores: what is no straight line: times that are a launch's
+    at the one and the data's at the other, kernels that are chosen by size.
+    """
+    (begin, a), (end, b) = low, high
+
+    def on_the_line(x: Any, y: Any) -> Any:
+        if x == y:
+            return y
+        if isinstance(y, int):
+            # Of bytes that are given back as of those that are asked for.
+            n = max(0, abs(x) + (abs(y) - abs(x)) * (size - begin) // (end - begin))
+            return n if y > 0 else -n
+        if isinstance(y, tuple) and len(x) == len(y):
+            return tuple(map(on_the_line, x, y))
+        if is_dataclass(y):
+            values = {f.name: on_the_line(getattr(x, f.name), getattr(y, f.name)) for f in fields(y)}
+            kind: Any = type(y)
+            return kind(**values)
+        return y
+
+    asked = [(u.block, u.once, u.phase) for u in (a.untouched, b.untouched)]
+    if asked[0] != asked[1]:
+        a, b = (replace(t, untouched=Untouched()) for t in (a, b))
+    made: Trace = on_the_line(a, b)
+    return made
 
 
 def run_trace(words: Sequence[str], what: str) -> None:

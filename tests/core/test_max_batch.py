@@ -21,12 +21,12 @@ from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.prediction.ask import Say
 from simulator.studies.max_batch import MaxBatch, Verdict, boundary, max_batch
-from simulator.studies.tracing import Traced
+from simulator.studies.tracing import Traced, between
 from tests import tiny
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError
 from traces.records.plan import Plan
-from traces.records.trace import Trace
+from traces.records.trace import Trace, Untouched
 
 MIB = 1 << 20
 
@@ -219,6 +219,63 @@ def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:
     assert (nothing.without_plan, nothing.with_plan) == (0, 0)
     with pytest.raises(SpecError, match="no multiple"):
         found_in(tmp_path, memory, load, multiple_of=8, maximum=7)
+
+
+def test_a_step_on_the_line_through_two_is_the_one_that_is_traced() -> None:
+    """Of the same bytes and times, on a GPU with what the untouched loop asks for and what ops give back."""
+
+    def step(batch: int) -> Trace:
+        made = load_gpu(batch)
+        asked = Untouched(block=(0, -1), nbytes=(100 * batch, 0), once=(0, 0), phase=("forward", "backward"))
+        events = tuple((7 * batch, -7 * batch, *e) for e in made.ops.events)
+        meta = replace(made.meta, batch_size=batch)
+        return replace(made, meta=meta, ops=replace(made.ops, events=events), untouched=asked)
+
+    for size in (3, 8, 20, 333):
+        found, one = between((8, step(8)), (32, step(32)), size), step(size)
+        assert (found.storages.nbytes, found.untouched) == (one.storages.nbytes, one.untouched)
+        assert found.ops.events == one.ops.events
+        assert found.meta.batch_size == size
+    three = between((8, step(8)), (11, replace(step(11), untouched=Untouched())), 32)
+    assert three.untouched == Untouched()  # which ask for other blocks
+
+
+def test_two_traces_and_those_on_both_sides_of_the_answers_are_made(tmp_path: Path) -> None:
+    """A graph that is another one at every size has no line; there every probe is traced."""
+    made: list[int] = []
+
+    def traced(batch: int) -> Trace:
+        made.append(batch)
+        return load(batch)
+
+    def another(batch: int) -> Trace:
+        of = load(batch)
+        return replace(of, ops=replace(of.ops, target=(f"aten.{batch}", *of.ops.target[1:])))
+
+    memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
+    found = found_in(tmp_path, memory, traced)
+    ends = {n + k for n in (found.without_plan, found.with_plan) for k in (0, 1)}
+    assert sorted(made) == sorted({8, 32} | ends)
+    alone = found_in(tmp_path, memory, another)
+    assert (alone.without_plan, alone.with_plan) == (found.without_plan, found.with_plan)
+
+
+def test_where_the_line_is_wrong_the_search_goes_on(tmp_path: Path) -> None:
+    """From 15 samples on the step needs much more than the line through 8 and 32 says, or less."""
+
+    def bent(batch: int) -> Trace:
+        of = load(batch)
+        more = 1 << 20 if 15 <= batch < 30 else 0
+        sizes = of.storages
+        return replace(of, storages=replace(sizes, nbytes=(sizes.nbytes[0] + more, *sizes.nbytes[1:])))
+
+    for limit in (14, 17, 20):
+        memory = Problem(bent(limit)).saved.timeline.peak_allocated_bytes + 1
+        found = found_in(tmp_path, memory, bent, budget_overhead_percent=0.0)
+        best, following = found.probe(found.without_plan), found.probe(found.without_plan + 1)
+        assert best is not None
+        assert following is not None
+        assert (best.fits, following.fits) == (True, False)
 
 
 def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
