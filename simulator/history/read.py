@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -70,11 +70,8 @@ def read(name: str, question: Question, trace: str | None = None) -> Source:
     if record == "measurement":
         return Source(history=_measured(name, Measurement.load(path)))
     try:
-        rehearsals = data.get("rehearsals", [data])
-        ranks: Iterable[Any] = rehearsals.values() if isinstance(rehearsals, Mapping) else rehearsals
-        # Of several ranks the one that needs most; of the rehearsal of a plan that with the plan, which is the last.
-        chosen = max(enumerate(ranks), key=lambda kr: (kr[1]["gpu_bytes"], kr[0]))[1]
-        return Source(history=_rehearsed(name, chosen))
+        ranks = data.get("rehearsals", [data])
+        return Source(history=_rehearsed(name, max(ranks, key=lambda rank: rank["gpu_bytes"])))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         raise TraceError(f"{name}: this JSON is none of what is read here: {KNOWN}.") from None
 

@@ -81,13 +81,8 @@ def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]
 def _across(value: float, label: str, y: Any, hue: str, dash: Sequence[int], under: bool) -> list[Any]:
     """A dashed line across at a value, with its name above or under it."""
     base = drawn("y:Q label:N", [(value, label)])
-    look = {
-        "align": "right",
-        "baseline": "top" if under else "bottom",
-        "dx": -4,
-        "dy": 4 if under else -3,
-        "color": hue,
-    }
+    side, dy = ("top", 4) if under else ("bottom", -3)
+    look = {"align": "right", "baseline": side, "dx": -4, "dy": dy, "color": hue}
     line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(y)
     return [line, base.mark_text(**look).encode(y, text="label:N", x=needed("altair").value("width"))]
 
@@ -154,25 +149,17 @@ def grouped(
     unit, unit_name = bytes_unit(int(top)) if is_bytes else time_unit(top)
     look = {b.series: WAY_COLOURS[b.way][b.measured] for b in sorted(bars, key=lambda b: b.measured)}
     groups = list(dict.fromkeys(b.group for b in bars))
-    # Where the groups are the ways themselves, their bars stand side by side; else each series has its own place.
-    by_way = all(b.group == b.way for b in bars)
     show = show_bytes if is_bytes else show_time
-    base = drawn(
-        "group:N series:N place:N size:Q note:N",
-        [
-            (b.group, b.series, int(b.measured) if by_way else b.series, b.value / unit, show(int(b.value)))
-            for b in bars
-        ],
-    )
+    rows = [(b.group, b.series, b.value / unit, show(int(b.value))) for b in bars]
+    base = drawn("group:N series:N size:Q note:N", rows)
     x = alt.X("group:N").sort(groups).title(group_title or None).axis(labelAngle=0)
     y = alt.Y("size:Q").title(f"{title}, {unit_name}").scale(domain=[0, top / unit * 1.12], nice=False)
-    offset = alt.XOffset("place:N").sort(["0", "1"] if by_way else list(look))
+    offset = alt.XOffset("series:N").sort(list(look))
     tooltip = ["group:N", "series:N", "note:N"]
     layers = [base.mark_bar().encode(x, y, offset, colour("series", look), tooltip=tooltip)]
     if limits:
-        marks = drawn(
-            "group:N size:Q note:N", [(g, v / unit, f"budget {show_bytes(v)}") for g, v in limits.items()]
-        )
+        budgets = [(group, n / unit, f"budget {show_bytes(n)}") for group, n in limits.items()]
+        marks = drawn("group:N size:Q note:N", budgets)
         tick = {"color": RED, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
         layers.append(marks.mark_tick(**tick).encode(x, y, tooltip=["note:N"]))
     values = base.mark_text(baseline="bottom", dy=-3, fontSize=9, color=QUIET)

@@ -7,11 +7,14 @@ content security policy that forbids it every request.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -76,12 +79,20 @@ def bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script that asks the network for nothing.
 
     Links of the libraries to their editor, schemas and issues lose their scheme, so that the only addresses left are
-    the names of the SVG standard's namespaces, which nobody fetches. Raises EnvironmentProblem if vl-convert is not
-    installed.
+    the names of the SVG standard's namespaces, which nobody fetches. To make it takes seconds, so it stays beside this
+    module's bytecode, where that may be written. Raises EnvironmentProblem if vl-convert is not installed.
     """
-    script: str = needed("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    vl_convert = needed("vl_convert")
+    place = Path(cache_from_source(__file__)).with_name(f"vega-{vl_convert.__version__}.js")
+    with contextlib.suppress(OSError):
+        return place.read_text(encoding="utf-8")
+    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     script = re.sub(r"https?://(?!www\.w3\.org/)", "", script)
-    return re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
+    script = re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
+    if not sys.dont_write_bytecode:
+        with contextlib.suppress(OSError):
+            write_text(place, script)
+    return script
 
 
 def render(page: Page) -> str:

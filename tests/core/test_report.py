@@ -311,7 +311,7 @@ def series_of(spec: dict[str, object]) -> set[str]:
     out: set[str] = set()
     for text in spec["datasets"].values():  # type: ignore[attr-defined]
         lines = list(csv.reader(io.StringIO(text)))
-        if "place" in lines[0]:
+        if {"group", "series"} <= {*lines[0]}:
             out |= {line[lines[0].index("series")] for line in lines[1:]}
     return out
 
@@ -447,6 +447,18 @@ def test_a_missing_package_is_named(
     with pytest.raises(EnvironmentProblem, match=re.escape("pip install 'lowtide[all]'")):
         write_step(tmp_path / "r.html", answered(trace, planned(trace), None))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bundle_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None) -> None:
+    import vl_convert
+
+    from simulator.report import page
+
+    monkeypatch.setattr(page, "cache_from_source", lambda _: str(tmp_path / "page.pyc"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    made = page.bundle.__wrapped__()
+    monkeypatch.setattr(vl_convert, "javascript_bundle", None)
+    assert page.bundle.__wrapped__() == made
 
 
 def test_importing_the_report_is_light() -> None:
