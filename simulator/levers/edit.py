@@ -38,19 +38,8 @@ USES = tuple(f"{which}_{phase}_use" for phase in (FORWARD, BACKWARD) for which i
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ladder:
-    """Sets of rewrites of which a plan takes none or one; the next rung changes more than the one before."""
-
-    rungs: tuple[tuple[Rewrite, ...], ...]
-    # Those to try first: from the best of them the climb goes on, up or down, while that helps.
-    first: Sequence[int]
-
-
-def ladder(rungs: Iterable[tuple[Rewrite, ...]]) -> Iterator[Ladder]:
-    """The ladder of these rungs, all of which are tried; none where there is no rung."""
-    if made := tuple(filter(None, rungs)):
-        yield Ladder(rungs=made, first=range(len(made)))
+# Sets of rewrites, its rungs, of which a plan takes none or one; the next rung changes more than the one before.
+Ladder = Sequence[tuple[Rewrite, ...]]
 
 
 def parts(rewrites: Sequence[Rewrite]) -> list[tuple[Rewrite, ...]]:
@@ -61,7 +50,7 @@ def parts(rewrites: Sequence[Rewrite]) -> list[tuple[Rewrite, ...]]:
 
 def by_shares(_: Problem, rewrites: Sequence[Rewrite], *__: object) -> Iterator[Ladder]:
     """A quarter of what is offered, half of it, and so on."""
-    return ladder(accumulate(parts(rewrites)))
+    yield list(accumulate(parts(rewrites)))
 
 
 def counted(_: Trace, rewrites: Sequence[Rewrite]) -> str:

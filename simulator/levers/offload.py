@@ -24,7 +24,7 @@ from typing import Final
 from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.levers.edit import Editing, Ladder, Layout, Taken, Value, ladder, new_op, users_of
+from simulator.levers.edit import Editing, Ladder, Layout, Taken, Value, new_op, users_of
 from simulator.levers.pack import Packing, needed
 from traces.devices import device
 from traces.errors import PlanError, SpecError
@@ -51,20 +51,11 @@ def offer(problem: Problem, kind: str = "offload") -> Iterator[Rewrite]:
 def ladders(
     problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
 ) -> Iterator[Ladder]:
-    """Return what is offered and host memory has room for; the two smallest sets are tried first.
+    """Return sets worth a plan, of what is offered and host memory has room for, each placed for itself: as few of
+    those that hide as make room for everything else; or else half of them, all, and rising numbers of the rest.
 
     Raises:
         SpecError: nobody says how fast copies are.
-    """
-    for made in ladder(_rungs(problem, rewrites, levers, budget_bytes)):
-        yield replace(made, first=range(min(2, len(made.rungs))))
-
-
-def _rungs(
-    problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
-) -> Iterator[tuple[Rewrite, ...]]:
-    """Return sets worth a plan, of what is offered and host memory has room for, each placed for itself: as few of
-    those that hide as make room for everything else; or else half of them, all, and rising numbers of the rest.
     """
     trace, left = problem.trace, levers.host_bytes
     rate = levers.host_bytes_per_s or rewrites[0].bytes_per_s
@@ -82,13 +73,11 @@ def _rungs(
     hidden = step.hidden(fit, rate)
     few = bisect_left(range(len(hidden)), True, key=lambda n: step.fits(hidden[:n], rate, budget_bytes))
     if few and step.fits(hidden[:few], rate, budget_bytes):
-        yield step.placed(hidden[:few], rate)
+        yield [step.placed(hidden[:few], rate)]
         return
     rest = [s for s in fit if s not in hidden]
     sizes = [len(hidden) + -(-len(rest) * k // SHARES) for k in range(SHARES + 1)]
-    for n in dict.fromkeys((len(hidden) // 2, *sizes)):
-        if n:
-            yield step.placed([*hidden, *rest][:n], rate)
+    yield [step.placed([*hidden, *rest][:n], rate) for n in dict.fromkeys((len(hidden) // 2, *sizes)) if n]
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:

@@ -65,8 +65,7 @@ def offer(problem: Problem, kind: str = "tile") -> Iterator[Rewrite]:
 
 
 def ladders(problem: Problem, rewrites: Sequence[Rewrite], *_: object) -> Iterator[Ladder]:
-    """A ladder of numbers of tiles for all that is alike, as layers are. Of one every rung is tried, of several two
-    tiles and a middle number first."""
+    """A ladder of numbers of tiles for all that is alike, as layers are."""
     ops, sts = problem.trace.ops, problem.trace.storages
     alike: dict[object, dict[int, list[Rewrite]]] = {}
     for r in rewrites:
@@ -75,9 +74,7 @@ def ladders(problem: Problem, rewrites: Sequence[Rewrite], *_: object) -> Iterat
         numbers = alike.setdefault((tiled.rows, sts.nbytes[tiled.storage], body), {})
         numbers.setdefault(r.number, []).append(r)
     for numbers in alike.values():
-        rungs = tuple(tuple(numbers[n]) for n in sorted(numbers))
-        first = sorted({0, len(rungs) // 3}) if len(alike) > 1 else range(len(rungs))
-        yield Ladder(rungs=rungs, first=first)
+        yield [tuple(numbers[n]) for n in sorted(numbers)]
 
 
 def told(_: Trace, rewrites: Sequence[Rewrite]) -> str:

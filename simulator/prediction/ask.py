@@ -209,8 +209,6 @@ def _named_device(device: Device | None, words: Words) -> Callable[[str | None],
 
 
 UNLIMITED_BYTES: Final = 1 << 62
-# A plan that tells whether a step is worth more is looked for in so small a part of the time.
-SOONER: Final = 8
 Say = Callable[[str], None]  # is told one line about each thing that is done
 
 
@@ -376,15 +374,15 @@ def _planned(a: Answer, say: Say) -> Prediction:
         say(why)
     limits, made = q.limits.together(), 0
 
-    def make(step: Problem, limits: Limits) -> Plan:
+    def make(step: Problem) -> Plan:
         nonlocal made
         if made and limits.clock().over:
             raise Infeasible("the time is over, and there is a plan.", {"lowest_peak_bytes": MOST})
-        plan = reserved(step, limits) if a.budget_of == RESERVED and limit is not None else one(step, limits)
+        plan = (reserved if a.budget_of == RESERVED and limit is not None else one)(step)
         made += 1
         return plan
 
-    def reserved(step: Problem, limits: Limits) -> Plan:
+    def reserved(step: Problem) -> Plan:
         from simulator.prediction.reserved_budget import plan_within_reserved
 
         assert limit is not None
@@ -392,14 +390,10 @@ def _planned(a: Answer, say: Say) -> Prediction:
         plan, under[step] = plan_within_reserved(step, q.planner_name, limits, settings, limit, say)
         return plan
 
-    def one(step: Problem, limits: Limits) -> Plan:
+    def one(step: Problem) -> Plan:
         return plan_with(q.planner_name, step, UNLIMITED_BYTES if limit is None else limit, limits)
 
-    if limit is None or q.alone:
-        plan = make(problem, limits)
-    else:
-        sooner = partial(make, limits=replace(limits, seconds=limits.seconds / SOONER))
-        plan = plan_with_levers(problem, limit, q.levers, partial(make, limits=limits), sooner)
+    plan = make(problem) if limit is None or q.alone else plan_with_levers(problem, limit, q.levers, make)
     step = rewritten_problem(problem, plan.rewrites)
     setting = under.get(step, setting)
     ahead = 0 if setting.settings is None else setting.settings.ahead_bytes

@@ -5,15 +5,15 @@ ladders (`simulator.levers`); steps are compared by the certified bound of their
 plan that is known already is not planned at all. So a plan with more levers allowed is never worse, and one search is
 mostly enough.
 
-Counts: each rung of a single ladder; of several, steps from rung to rung while they help. Ignores: other combinations.
+Counts: each rung of a single ladder; of several, each beside what was chosen of the others. Ignores: other
+combinations.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 from simulator.bounds import Bound, bounder_of
 from simulator.core.facts import waiting_ns
@@ -28,8 +28,6 @@ from traces.records.trace import MOST, Trace
 from traces.units import show_bytes
 
 Rewrites = tuple[Rewrite, ...]
-ATTEMPTS: Final = 3
-NONE: Final = -1  # no rung of a ladder
 ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no limit
 
 
@@ -55,40 +53,23 @@ def ladders(problem: Problem, levers: Levers, budget_bytes: int = 0) -> list[Lad
     """The ladders of all that is allowed. Raises SpecError as `offered`, or if nobody says how fast copies are."""
     found = offered(problem, levers).items()
     of_kinds = (LEVERS[kind].ladders(problem, some, levers, budget_bytes) for kind, some in found)
-    return [ladder for ladders in of_kinds for ladder in ladders]
+    return [ladder for ladders in of_kinds for ladder in ladders if ladder]
 
 
-def climb(of: Sequence[Ladder], worth: Callable[[Rewrites], int | Worth]) -> Rewrites:
-    """Choose none or one rung of each ladder, those that together are worth most; of equals the first that was tried.
-
-    One ladder after the other, and all of them again while that helps: the best of its first rungs; if that is no worse
-    than none, on to the next while that is better.
-    """
-    at = [NONE] * len(of)
-
-    def value(k: int, rung: int) -> int | Worth:
-        return worth(_together(of, [*at[:k], rung, *at[k + 1 :]]))
-
-    for _ in range(ATTEMPTS):
-        before = list(at)
-        for k, ladder in enumerate(of):
-            rung = max((at[k],) if at[k] != NONE else ladder.first, key=lambda n: value(k, n))
-            if value(k, rung) < value(k, at[k]):  # type: ignore[operator]
-                continue
-            for step in (1, -1):
-                while 0 <= rung + step < len(ladder.rungs) and value(k, rung + step) > value(k, rung):  # type: ignore[operator]
-                    rung += step
-            at[k] = max(at[k], rung, NONE, key=lambda n: value(k, n))
-        if at == before:
-            break
-    return _together(of, at)
+def climb(of: Sequence[Ladder], worth: Callable[[Rewrites], Any]) -> Rewrites:
+    """Choose none or one rung of each ladder, twice one ladder after the other: that which together with the rungs of
+    the others is worth most; of equals the first."""
+    at: list[Rewrites] = [()] * len(of)
+    for _ in range(2):
+        for k, rungs in enumerate(of):
+            at[k] = max(((), *rungs), key=lambda rung: worth(_together([*at[:k], rung, *at[k + 1 :]])))
+    return _together(at)
 
 
-def _together(of: Sequence[Ladder], at: Sequence[int]) -> Rewrites:
+def _together(rungs: Iterable[Rewrites]) -> Rewrites:
     """The rewrites of some rungs; of several of one value the first that is made: the others would find nothing."""
-    chosen = (r for ladder, rung in zip(of, at, strict=True) if rung != NONE for r in ladder.rungs[rung])
     by_storage: dict[int, Rewrite] = {}
-    for r in in_order(chosen):
+    for r in in_order(r for rung in rungs for r in rung):
         by_storage.setdefault(r.storage, r)
     return tuple(by_storage.values())
 
@@ -140,127 +121,85 @@ class Changed:
 
     @property
     def least_ns(self) -> int:
-        """The step's time with the cheapest plan, at least."""
-        return _least_ns(self.problem, self.bound.added_time_ns)
+        """The step's time with the cheapest plan, at least.
 
+        Recomputing in backward makes no copy of forward earlier, nor a step that waits for its copies shorter.
+        """
+        trace, saved = self.problem.trace, self.problem.saved.timeline
+        waits_ns = waiting_ns(trace, saved.op, saved.duration_ns)
+        return max(saved.step_time_ns, trace.time_ns + waits_ns + self.bound.added_time_ns)
 
-class Worth(NamedTuple):
-    """The worth of a step: most if it may have a plan, the shorter the more; else the more, the less it needs."""
-
-    feasible: bool
-    less: int  # its time, or of one without a plan its floor, below 0
-    ops: int = 0  # of those without a plan the time of the ops, below 0
-
-
-NOTHING: Final = Worth(feasible=False, less=-MOST)  # not allowed
-
-
-class Chooser:
-    """One step for one budget: the steps that levers make of it, each of which is judged once."""
-
-    def __init__(self, problem: Problem, budget_bytes: int, levers: Levers) -> None:
-        self.problem, self.budget_bytes, self.levers = problem, budget_bytes, levers
-        self.judged: dict[Rewrites, Worth] = {}
-        self.steps: list[Changed] = []  # of which a plan may exist
-
-    def run(self) -> list[Changed]:
-        """The steps of which a plan may exist, by rising bound; where there is none, that with the lowest floor."""
-        self.worth(())
-        if self.problem.saved.timeline.peak_allocated_bytes > self.budget_bytes:
-            climb(ladders(self.problem, self.levers, self.budget_bytes), self.worth)
-        lowest = max(self.judged, key=self.judged.__getitem__)
-        return sorted(self.steps, key=promise_of) or [self._changed(lowest)]
-
-    def _changed(self, rewrites: Rewrites) -> Changed:
-        step = draft_problem(self.problem, rewrites)
-        return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(self.budget_bytes))
-
-    def worth(self, rewrites: Rewrites) -> Worth:
-        if rewrites not in self.judged:
-            self.judged[rewrites] = self._judge(rewrites)
-        return self.judged[rewrites]
-
-    def _judge(self, rewrites: Rewrites) -> Worth:
-        if not allowed(rewrites, self.levers):
-            return NOTHING
-        found = self._changed(rewrites)
-        if not found.bound.feasible:
-            floor = floor_of(self.problem, rewrites)
-            return Worth(feasible=False, less=-floor, ops=-found.problem.trace.time_ns)
-        self.steps.append(found)
-        return Worth(feasible=True, less=-found.least_ns)
+    @property
+    def worth(self) -> tuple[int, ...]:
+        """Most if it may have a plan, the shorter the more; else the more, the lower its floor."""
+        if self.bound.feasible:
+            return 1, -self.least_ns, -len(self.rewrites)
+        return 0, -bounder_of(self.problem).floor.peak_bytes, -self.problem.trace.time_ns
 
 
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
-    """The step as it is and as levers change it, as `Chooser.run` has them; made once. Raises SpecError if a lever is
-    asked for that is none, is not allowed or was not measured.
+    """The step as it is and as levers change it: those that may have a plan, by rising bound; where there is none, that
+    with the lowest floor. Made once. Raises SpecError if a lever is asked for that is none, is not allowed or was not
+    measured.
     """
     check_named(levers)
-    key = "changed", budget_bytes, levers
-    return problem.once(key, lambda p: Chooser(problem, budget_bytes, levers).run())
+    return problem.once(("changed", budget_bytes, levers), lambda p: _changed(problem, budget_bytes, levers))
 
 
-def _least_ns(step: Problem, added_ns: int) -> int:
-    """A step's time with so much more to run, at least. Recomputing in backward makes no copy of forward earlier, nor a
-    step that waits for its copies shorter."""
-    trace, saved = step.trace, step.saved.timeline
-    waits_ns = waiting_ns(trace, saved.op, saved.duration_ns)
-    return max(saved.step_time_ns, trace.time_ns + waits_ns + added_ns)
+def _changed(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
+    found: dict[Rewrites, Changed] = {}
+
+    def worth(rewrites: Rewrites) -> tuple[int, ...]:
+        if not allowed(rewrites, levers):
+            return (-1,)
+        if rewrites not in found:
+            step = draft_problem(problem, rewrites)
+            bound = bounder_of(step).bound(budget_bytes)
+            found[rewrites] = Changed(rewrites=rewrites, problem=step, bound=bound)
+        return found[rewrites].worth
+
+    worth(())
+    if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
+        climb(ladders(problem, levers, budget_bytes), worth)
+    steps = sorted(found.values(), key=lambda step: step.worth, reverse=True)
+    return [step for step in steps if step.bound.feasible] or steps[:1]
 
 
-def promise_of(step: Changed) -> tuple[int, ...]:
-    """By what steps are told apart: the shorter first, of equals those that change less."""
-    return step.least_ns, len(step.rewrites), sum(r.number for r in step.rewrites)
-
-
-# Two steps of equal kinds are as good as one another if they differ by one of so many parts.
+# Two steps are as good as one another if they differ by one of so many parts.
 CLOSE: Final = 2000
-NEAR: Final = 5  # of these parts, within which a plan that was made sooner may become the best
-SEARCHED: Final = 2  # so many steps that the same kinds change are planned, where the first has a plan
 
 
 def plan_with_levers(
-    problem: Problem,
-    budget_bytes: int,
-    levers: Levers,
-    make: Callable[[Problem], Plan],
-    sooner: Callable[[Problem], Plan] | None = None,
+    problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]
 ) -> Plan:
-    """The cheapest plan that is made of the step, as it is or as the levers change it.
-
-    Args:
-        make: the plan of one step within the budget.
-        sooner: one in less time: after the first plan, a step is planned in full only if so it comes near the best.
+    """The cheapest plan that `make` makes, within the budget, of the step as it is or as the levers change it; of steps
+    that the same kinds change, of the first that has one.
 
     Raises:
         BudgetError: there is none. The refusal is that of the step with the lowest peak, and names a lever that is not
             allowed and would help.
     """
-    close_ns, planned = problem.trace.time_ns // CLOSE, Counter[frozenset[str]]()
+    close_ns, planned = max(1, problem.trace.time_ns // CLOSE), set[frozenset[str]]()
     best: Plan | None = None
     refusal: Infeasible | None = None
 
     def promise(step: Changed) -> tuple[int, ...]:
-        return step.least_ns // max(1, close_ns), *promise_of(step)[1:], step.least_ns
+        return step.least_ns // close_ns, len(step.rewrites), sum(r.number for r in step.rewrites)
 
-    # By rising bound, few of equal kinds, as long as they may have a cheaper plan than the best so far.
     for step in sorted(changed_steps(problem, budget_bytes, levers), key=promise):
-        best_ns, kinds = _time_ns(best), frozenset(r.kind for r in step.rewrites)
-        near_ns = close_ns if planned[kinds] else 0
-        if best and (step.least_ns >= best_ns - near_ns or planned[kinds] >= SEARCHED):
+        kinds = frozenset(r.kind for r in step.rewrites)
+        if best and (step.least_ns >= _time_ns(best) or kinds in planned):
             continue
-        planned[kinds] += 1
         try:
-            if best and sooner and _time_ns(sooner(step.problem)) >= best_ns + NEAR * close_ns:
-                continue
             made = make(checked(step.problem))
         except Infeasible as error:
             told = _with(step.rewrites, error)
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
             continue
+        planned.add(kinds)
         # Where the planner changes the step itself, it is asked for the step as it is.
         both = made.rewrites and step.rewrites and levers.kinds is None
-        if _time_ns(made) < best_ns and not both:
+        if _time_ns(made) < _time_ns(best) and not both:
             best = _of(problem, made, step.rewrites, levers)
     if best is None:
         assert refusal is not None

@@ -85,7 +85,7 @@ def _each_alone(problem: Problem) -> dict[str, tuple[Rewrite, ...]]:
         with suppress(SpecError):  # nobody says how fast copies to host memory are
             of = ladders(problem, Levers(allow="approximate", kinds=(kind,)))
             lowest = climb(of, lambda rs: -floor_of(problem, rs))
-            if chosen := lowest or next((rung for x in of for rung in x.rungs), ()):
+            if chosen := lowest or next((rung for rungs in of for rung in rungs), ()):
                 found[kind] = chosen
     return found
 

@@ -19,7 +19,6 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import (
     DEVICE,
-    SOONER,
     Device,
     Question,
     Say,
@@ -47,6 +46,7 @@ PATIENCE: Final = 4  # guesses by a straight line in a row before the bracket is
 STRIDE: Final = 4  # from one batch size to the next, when there is no line yet
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
 SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
+SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,9 +58,7 @@ def all_hidden(t: Trace) -> tuple[Rewrite, ...]:
 
 def rungs(t: Trace, levers: Levers, budget_bytes: int = 0) -> list[tuple[Rewrite, ...]]:
     return [
-        rung
-        for ladder in offload.ladders(Problem(t), offered(t), levers, budget_bytes)
-        for rung in ladder.rungs
+        rung for ladder in offload.ladders(Problem(t), offered(t), levers, budget_bytes) for rung in ladder
     ]
 
 
