@@ -1,8 +1,9 @@
 """Write a predicted step for the tools that people have: torch's memory snapshot, and Perfetto's JSON.
 
-The snapshot has what memory_viz and Mosaic read. It holds two iterations: the first, which makes the optimizer's state,
-and the steady one. Its frames name the op, its module, the category, and "recomputed here" where an op runs again.
-Blocks lie where the simulated allocator puts them; for a CPU's trace, where CUDA's would by default.
+The snapshot has what memory_viz and Mosaic read. It holds the iterations from the first, which makes the optimizer's
+state, to the first that asks for no new memory. Its frames name the op, its module, the category, and "recomputed here"
+where an op runs again. Blocks lie where the simulated allocator puts them; for a CPU's trace, where CUDA's would by
+default.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from simulator.history.snapshot import NO_MODULE, OURS
 from simulator.prediction.step import Prediction
 from traces.errors import SpecError
 from traces.files import replacing, write_text
+from traces.records.measurement import ITERATIONS
 from traces.records.trace import OPTIMIZER, OPTIMIZER_STATE, PARAMETER, PHASES, WORKSPACE, Trace
 
 SNAPSHOT, PERFETTO = ".pickle", ".json"
@@ -67,8 +69,12 @@ def snapshot_of(c: Prediction) -> tuple[dict[str, Any], int]:
     film = _Film(c.planned_setting.settings, replay)
     film.move_in(problem.trace, first.residents)
     film.play(first, tellings[-1], with_once=True)
-    since = len(film.events)
-    film.play(steady, tellings[0], with_once=False)
+    since, asked = 0, -1
+    for _ in range(ITERATIONS - 1):
+        if asked == (asked := len(film.allocator.segment_events)):
+            break  # the last iteration asked for nothing new, so that all later ones are equal to it
+        since = len(film.events)
+        film.play(steady, tellings[0], with_once=False)
     return film.snapshot(c.setting.alloc_conf or ""), since
 
 
@@ -77,7 +83,6 @@ class _Telling(Recorder):
 
     def __init__(self, problem: Problem, **words: Any) -> None:
         super().__init__(problem, **words)
-        self.before = self.count
         self.steps: list[int] = []  # request -> the step that makes it
         self.storages: dict[int, int] = {}  # block -> its storage
         self.for_once: list[int] = []  # of what is asked for once: the step
@@ -130,6 +135,8 @@ class _Film:
         start_ns, schedule = self.replay.timeline.start_ns, self.replay.schedule
         once = list(zip(asked.once, telling.for_once or [0] * len(asked.once), strict=False)) * with_once
         once.reverse()
+        if with_once and (ahead := self.allocator.settings.ahead_bytes):
+            self.free(self.malloc(ahead, 0, self.stack("in one piece, before all steps", "", WORKSPACE)), 0)
         count = len(asked.blocks)
         steps = telling.steps + [len(schedule) - 1] * (count - len(telling.steps))
         for k in range(count + 1):

@@ -78,9 +78,14 @@ def read(name: str, question: Question, trace: str | None = None) -> Source:
 
 def of_trace(name: str, plan: Path | None, question: Question) -> Source:
     """A trace with everything saved, or by its plan; the steady iteration."""
-    problem = problem_of(name, question.constraints)
-    setting = question.setting(problem.trace.meta)
-    c = predict(problem, setting, None if plan is None else Plan.load(plan))
+    problem, made = problem_of(name, question.constraints), None if plan is None else Plan.load(plan)
+    if (
+        made is not None
+        and question.alloc_conf is None
+        and made.meta.alloc_conf != problem.trace.meta.alloc_conf
+    ):
+        question = replace(question, alloc_conf=made.meta.alloc_conf)
+    c = predict(problem, question.setting(problem.trace.meta), made)
     return Source(history=of_prediction(c, name if plan is None else str(plan)), prediction=c)
 
 

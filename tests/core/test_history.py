@@ -276,6 +276,21 @@ def test_an_exported_step_of_a_gpu_reserves_what_is_predicted(conf: str) -> None
     )
 
 
+def test_a_plan_is_explained_under_the_settings_that_it_asks_for(tmp_path: Path) -> None:
+    from simulator.prediction.ask import plan as planned
+    from simulator.prediction.ask import simulate
+
+    plan = planned("bert-base", "70%", budget_of="reserved", seconds=0.2)
+    plan = replace(plan, ahead_bytes=5 * GIB).sealed()
+    plan.save(tmp_path / "p.json")
+    h = read(str(tmp_path / "p.json"), question(), "bert-base").history
+    reserved = simulate("bert-base", plan).planned_fit.reserved
+    assert plan.meta.alloc_conf
+    assert reserved is not None
+    assert max(h.reserved) == reserved.peak_reserved_bytes
+    assert h.peak_bytes == reserved.peak_requested_bytes
+
+
 def test_perfettos_events_are_of_the_trace_event_format() -> None:
     c = chain(3, 4)
     data = json.loads(json.dumps(perfetto_of(c.step.trace, c.planned)))
