@@ -1,19 +1,27 @@
-"""Show what a campaign found, predicted beside measured: as tables for a terminal, and as JSON."""
+"""Show what a campaign found, predicted beside measured: as tables for a terminal and a page, and as JSON."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
+from pathlib import Path
 from typing import Any, Final
 
 from executor.campaign.cases import NONE
 from executor.campaign.run import Book, Result
+from simulator.report.page import Page, Section, Text, warned, write_page
 from simulator.show.tables import Cell, Table, no, table, yes
 from traces.files import to_json
+from traces.provenance import MEASURED_CUDA
 
 SLOWDOWN: Final = "slow-down"
 # Those of `RunFigures.headline`, and one more.
 FIGURES: Final = ("allocated", "blocks", "reserved", "time", SLOWDOWN)
+MEANING: Final = (
+    "Errors are 100·(predicted − measured)/measured, those of slow-downs (the plan's step beside the save-all step) in "
+    "points: below 0 the prediction was too low, which is the dangerous side. Predictions know workspaces and times as "
+    "they were measured on the device, op by op."
+)
 
 
 def error_rows(book: Book) -> list[dict[str, Any]]:
@@ -127,4 +135,27 @@ def errors(book: Book) -> Table:
             *((title, "points", lambda a, name=name: a[name]) for title, name in numbers.items()),
         ],
         caption="Errors in percent, of slow-downs in points.",
+    )
+
+
+def write_campaign(path: str | Path, book: Book) -> Path:
+    """Write the page, whole or not at all. Raises EnvironmentProblem if a package that reports need is missing."""
+    found = [r.measurement for r in book.records if r.measurement is not None]
+    on_gpu = any(m.provenance == MEASURED_CUDA for m in found)
+    no_gpu = () if on_gpu else ("No figure on this page is a GPU's.",)
+    rows = [(k.replace("_", " "), str(v)) for k, v in to_json(book.method).items()]
+    rows += [(k, v) for m in found[:1] for k, v in sorted(m.environment.items()) if v]
+    sections = (
+        Section("Errors", (*warned(no_gpu), Text(MEANING), errors(book))),
+        Section("Every case", (cases(book),)),
+        Section("Provenance", (Table(columns=("", "value"), rows=tuple(rows)),)),
+    )
+    places = " and ".join(dict.fromkeys(m.place for m in found)) or "nothing yet"
+    return write_page(
+        path,
+        Page(
+            title=f"Campaign {book.name}: how wrong the predictions were",
+            subtitle=f"{len(book.records)} of {book.asked} cases · measured on {places}",
+            sections=sections,
+        ),
     )

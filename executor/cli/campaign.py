@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from traces.commands import Output, answer_options
+from traces.commands import Output, output_options
 
 
 @click.command()
@@ -19,7 +19,7 @@ from traces.commands import Output, answer_options
     help="Directory of the result (default: campaign-NAME).",
 )
 @click.option("--device", help="Run on cpu or cuda, instead of what the file says.")
-@answer_options
+@output_options
 def campaign(cases: str, output: Path | None, device: str | None, out: Output) -> None:
     """Predict, run and measure every case of CASES, and report how wrong the predictions were.
 
@@ -32,10 +32,15 @@ def campaign(cases: str, output: Path | None, device: str | None, out: Output) -
     from executor.campaign.cases import load_cases
     from executor.campaign.run import FAILED, NOT_EQUAL, Book, run_campaign
     from traces.errors import LowtideError, VerificationError
+    from traces.provenance import refuse_page
 
+    if out.report is not None:
+        refuse_page()
     method, asked = load_cases(cases)
     book = Book(name=Path(cases).stem, method=replace(method, device=device or method.device))
     book = run_campaign(book, asked, output or Path(f"campaign-{book.name}"), out.say)
+    if out.report is not None:
+        page.write_campaign(out.report, book)
     out.show(lambda: page.answer(book), lambda: page.summary(book))
     for status, error in ((NOT_EQUAL, VerificationError), (FAILED, LowtideError)):
         if wrong := [r for r in book.records if r.status == status]:

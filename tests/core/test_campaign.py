@@ -222,10 +222,15 @@ def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Pa
     assert data["cases"][0]["measurement"]["measured"]["peak_allocated_bytes"] == 24
 
 
-def test_what_fails_is_told_beside_what_was_found(tmp_path: Path, machine: Machine) -> None:
-    machine.fails = {"t5-tiny": LowtideError("broken")}
-    told = call(cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c")
+def test_the_page_says_what_the_records_do(tmp_path: Path, machine: Machine) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    machine.fails = {"t5-tiny": LowtideError("<script>broken")}
+    told = call(cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c", "--report", tmp_path / "page.html")
     assert told.exit_code == 2
     assert "bert-tiny save-all" in told.stdout
-    assert "infeasible" in told.stdout
-    assert "3 of 6 cases: failed; t5-tiny save-all: broken" in told.stderr
+    assert "3 of 6 cases: failed; t5-tiny save-all: <script>broken" in told.stderr
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "No figure on this page is a GPU" in page
+    assert "<script>broken" not in page
+    assert all(words in page for words in ("infeasible", "broken", "measured on CPU"))

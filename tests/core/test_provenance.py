@@ -58,9 +58,10 @@ def test_pages_and_sweeps_take_nothing_of_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv(NAME, f"H200{ABSENT}")
     with pytest.raises(SpecError, match="not there"):
         measure_sweep(tmp_path, Settings(device="cuda"), print)
-    done = CliRunner().invoke(execute, ["plan.json", "--report", str(tmp_path / "x.html")])
-    assert done.exit_code == 2
-    assert "not there" in done.output
+    for words in (["plan.json"], ["campaign", "cpu"]):
+        done = CliRunner().invoke(execute, [*words, "--report", str(tmp_path / "x.html")])
+        assert done.exit_code == 2
+        assert "not there" in done.output
 
 
 def test_a_command_on_the_null_driver_takes_its_own_options() -> None:

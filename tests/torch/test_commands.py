@@ -401,6 +401,7 @@ SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
         (simulate, *SWEEP, "--report", "FILE/page.html"),
         (execute, "plan.json", "-o", "FILE/m.json"),
         (execute, "plan.json", "--report", "FILE/page.html"),
+        (execute, "campaign", "cpu", "--report", "FILE/page.html"),
     ],
 )
 def test_what_cannot_be_written_or_read_in_the_end_is_refused_before_the_work(

@@ -117,7 +117,7 @@ def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "cases.toml").write_text(CASES)
-    answer = call(execute, "campaign", "cases.toml", "-o", "c")
+    answer = call(execute, "campaign", "cases.toml", "-o", "c", "--report", "page.html")
     assert answer["statuses"] == {"measured": 2, "infeasible": 1}
     kept, planned, refused = answer["cases"]
     for row in (kept["measurement"], planned["measurement"]):
@@ -131,3 +131,4 @@ def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(
     assert peaks[1] < peaks[0]
     assert peaks[1] <= planned["measurement"]["budget_bytes"]
     assert "No plan can stay" in refused["message"]
+    assert "measured-cpu" in (tmp_path / "page.html").read_text(encoding="utf-8")
