@@ -208,7 +208,7 @@ def recording_from_snapshot(data: Any, source: str) -> Recording:
     in_use = snapshot.in_use(device)
     if _left(events, source) != in_use.keys():
         raise _midway(source, "the blocks that are in use at the end are not those that it asked for")
-    settings, notes = _settings(snapshot.allocator_settings, pools_named)
+    settings, notes = settings_of(snapshot.allocator_settings, pools_named)
     in_blocks = sum(b.size for b in in_use.values() if b.state == "active_allocated")
     return Recording(
         source=source, device=device, events=events, settings=settings, peak_reserved_bytes=peak,
@@ -243,7 +243,7 @@ def _midway(source: str, why: str) -> TraceError:
     )
 
 
-def _settings(data: Any, pools_named: bool) -> tuple[AllocatorSettings, tuple[str, ...]]:
+def settings_of(data: Any, pools_named: bool) -> tuple[AllocatorSettings, tuple[str, ...]]:
     """The allocator's settings by the snapshot, torch's defaults where it says nothing; and notes. `pools_named`:
     events name their pool, as they do from torch 2.12 on."""
     told = data if isinstance(data, dict) else {}

@@ -14,8 +14,9 @@ from typing import Any
 
 from msgspec import Struct, convert
 
+from simulator.allocator import replay
 from simulator.allocator.caching import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
-from simulator.allocator.replay import GETS, GIVES_BACK, OUT_OF_MEMORY, RECORD, Event, Snapshot, reading
+from simulator.allocator.replay import Event, Recording, Snapshot, reading
 from simulator.history.run import Free, History, Refused, parts_of
 from traces.errors import TraceError
 from traces.records.trace import ACTIVATION, OPTIMIZER_STATE, PARAMETER
@@ -54,9 +55,9 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
         snapshot = convert(data, Snapshot)
         device, events, _ = snapshot.of_device()
         if not events:
-            raise TraceError(f"{source}: no events were recorded; {RECORD}.")
+            raise TraceError(f"{source}: no events were recorded; {replay.RECORD}.")
         before, requested, reserved = _totals(snapshot, device, events, source)
-        refusals = [k for k, e in enumerate(events) if e.action == OUT_OF_MEMORY]
+        refusals = [k for k, e in enumerate(events) if e.action == replay.OUT_OF_MEMORY]
         at = refusals[-1] if refusals else max(range(since, len(events)), key=requested.__getitem__)
         blocks, areas = _there(snapshot, device, events, at)
         place, held = line_of(stack(events[at].frames))[1], parts_of([_held(*b) for b in blocks.values()])
@@ -89,6 +90,27 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
     )
 
 
+def from_what_was_there(data: Any, source: str) -> Recording | None:
+    """A recording that begins midway, with what was there already asked for before it, by address; None: private pools.
+
+    Ignores: where that lay, and between which free pieces.
+    """
+    with reading(source):
+        snapshot = convert(data, Snapshot)
+        device, events, pools_named = snapshot.of_device()
+    segments = [s for s in snapshot.segments if s.device == device]
+    if any(s.segment_pool_id != replay.POOL for s in segments):
+        return None
+    blocks, areas = _there(snapshot, device, events, -1)
+    before = tuple(Event("alloc", address, size) for address, (size, _) in sorted(blocks.items()))
+    peak, final = replay.running_reserved(events, sum(end - begin for begin, end, _ in areas))
+    return Recording(
+        source=source, device=device, events=(*before, *(e for e in events if e.action != replay.OUT_OF_MEMORY)),
+        settings=replay.settings_of(snapshot.allocator_settings, pools_named)[0], peak_reserved_bytes=peak,
+        final_reserved_bytes=final, final_allocated_bytes=sum(s.total_size for s in segments),
+    )  # fmt: skip
+
+
 def _iteration(snapshot: Snapshot, events: Sequence[Event], at: int) -> tuple[int, int]:
     """The iteration around event `at`, from one optimizer step's end to the next; all events, if none is known."""
     ends = [
@@ -115,12 +137,12 @@ def _totals(
             now -= size
         elif action == "free_completed":
             now += size
-        elif action in GETS:
+        elif action in replay.GETS:
             there -= size
-        elif action in GIVES_BACK:
+        elif action in replay.GIVES_BACK:
             there += size
     if min(now, there, *requested, *reserved) < 0:
-        raise TraceError(f"{source}: events are missing, or the file is damaged; {RECORD}.")
+        raise TraceError(f"{source}: events are missing, or the file is damaged; {replay.RECORD}.")
     return now, requested, reserved
 
 
@@ -152,7 +174,7 @@ def _there(snapshot: Snapshot, device: int, events: Sequence[Event], at: int) ->
         elif e.action == "segment_free":
             fixed[e.address] = e.size_bytes
         elif e.action in ("segment_map", "segment_unmap"):
-            pages(e.address, e.size_bytes, 1 if e.action in GIVES_BACK else -1)
+            pages(e.address, e.size_bytes, 1 if e.action in replay.GIVES_BACK else -1)
     for e in events[: at + 1]:
         if e.action == "alloc" and e.address in blocks:
             blocks[e.address] = e.size_bytes, e.frames or ()

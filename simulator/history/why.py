@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from simulator.allocator.replay import recording_from_snapshot, replay
+from simulator.allocator.replay import Recording, recording_from_snapshot, replay
 from simulator.history.read import Source
 from simulator.history.run import UNNAMED, History, listed
+from simulator.history.snapshot import from_what_was_there
 from simulator.prediction.ask import Question, ask
 from simulator.prediction.step import Prediction
 from simulator.show.tables import Table, table
@@ -140,20 +141,19 @@ def _over(source: Source, question: Question) -> int | None:
 
 def _by_settings(source: Source, over: int) -> list[Remedy]:
     """What the same requests come to with expandable segments. Ignores: what the program would have done otherwise."""
+    name, about = source.history.name, ""
     try:
-        recording = recording_from_snapshot(source.snapshot, source.history.name)
+        recording: Recording | None = recording_from_snapshot(source.snapshot, name)
     except TraceError:
-        words = (
-            "expandable_segments:True, of which nobody knows what it does to a recording that begins midway"
-        )
-        return [Remedy(name="settings", words=f"{words} or has private pools")]
-    settings = recording.settings
-    if settings.expandable_segments:
+        recording, about = from_what_was_there(source.snapshot, name), "about "
+    if recording is None or recording.settings.expandable_segments:
         return []
-    now = replay(recording, settings).figures.peak_reserved_bytes
-    grown = replay(recording, replace(settings, expandable_segments=True)).figures.peak_reserved_bytes
-    words = f"PYTORCH_ALLOC_CONF=expandable_segments:True, which reserves {show_bytes(grown)} for the same requests"
-    words += f" in place of {show_bytes(now)}" + ", not enough by itself" * (now - grown < over)
+    now = replay(recording, recording.settings).figures.peak_reserved_bytes
+    grown = replay(
+        recording, replace(recording.settings, expandable_segments=True)
+    ).figures.peak_reserved_bytes
+    words = f"PYTORCH_ALLOC_CONF=expandable_segments:True, which reserves {about}{show_bytes(grown)} for the same "
+    words += f"requests in place of {show_bytes(now)}" + ", not enough by itself" * (now - grown < over)
     return [Remedy(name="settings", words=words, saves_bytes=now - grown)]
 
 

@@ -204,14 +204,21 @@ def test_expandable_segments_are_tried_on_the_same_requests() -> None:
     assert "not enough by itself" in found.sentences()[-1]
 
 
-def test_a_recording_that_begins_midway_is_explained_and_its_replay_is_not_made_up() -> None:
+def test_what_was_there_before_a_recording_is_asked_for_first() -> None:
+    # As above, but of the first 30 MiB nothing is recorded but that they are freed.
     p = Program()
     p.malloc(30 * MIB)
     p.record()
-    p.malloc(MIB)
+    p.malloc(30 * MIB)
+    p.free(0)
+    p.free(0)
+    p.malloc(60 * MIB)
     (settings,) = why(read_data(p.snapshot()), question()).remedies
-    assert "begins midway" in settings.words
-    assert settings.saves_bytes is None
+    assert settings.saves_bytes == 60 * MIB
+    assert "reserves about 60.00 MiB for the same requests in place of 120.00 MiB" in settings.words
+    data = p.snapshot()
+    data["segments"][0]["segment_pool_id"] = (0, 1)
+    assert why(read_data(data), question()).remedies == ()  # private pools are not simulated
 
 
 @pytest.mark.parametrize(
