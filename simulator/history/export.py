@@ -236,9 +236,11 @@ def perfetto_of(trace: Trace, replay: Replay) -> dict[str, Any]:
     schedule, timeline, ops = replay.schedule, replay.timeline, trace.ops
     tracks = [*PHASES, AGAIN, "copies to host memory", "copies from host memory"]
     rows: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": name}}
-        for k, name in enumerate(tracks)
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": trace.meta.model}}
     ]
+    for k, name in enumerate(tracks):
+        for key, told in (("name", name), ("sort_index", k)):
+            rows.append({"ph": "M", "name": f"thread_{key}", "pid": 1, "tid": k, "args": {key: told}})
     free_ns = {OFFLOAD: 0, RELOAD: 0}
     for k, (op, now) in enumerate(zip(schedule.op, by_category(trace, schedule, timeline), strict=True)):
         begin, again, target = timeline.start_ns[k], schedule.recompute[k], ops.target[op]

@@ -307,7 +307,7 @@ def test_perfettos_events_are_of_the_trace_event_format() -> None:
         assert row["name"]
         assert row["pid"] == 1
     assert {*kinds} == {"M", "X", "C"}
-    names = {row["tid"]: row["args"]["name"] for row in kinds["M"]}
+    names = {row["tid"]: row["args"]["name"] for row in kinds["M"] if row["name"] == "thread_name"}
     again = [row for row in kinds["X"] if names[row["tid"]] == AGAIN]
     assert len(again) == c.planned.timeline.recomputed_ops > 0
     assert sum(row["dur"] for row in kinds["X"]) * 1000 == c.planned.timeline.step_time_ns
