@@ -204,12 +204,8 @@ def asking_ahead(setting: Setting, nbytes: int) -> Setting:
     return setting if settings is None else replace(setting, settings=replace(settings, ahead_bytes=nbytes))
 
 
-# What helps against fragmentation, the most welcome first. Segments that grow help most, and need a platform that can
-# map memory; pages of 12 MiB in place of 20 reserve a little less again; large segments suit many small values.
-HELPFUL: Final = (
-    "large_segment_size_mb:256",
-    "expandable_segments:True",
-    "expandable_segments:True,large_segment_size_mb:12",
+GROWING: Final = (
+    "expandable_segments:True"  # what helps most against fragmentation, where torch can map memory
 )
 
 
@@ -217,7 +213,7 @@ def settings_to_try(meta: TraceMeta, setting: Setting) -> tuple[Setting, ...]:
     """The settings among which a plan may choose, the trace's own first; these alone if it was recorded under some."""
     if setting.settings is None or setting.alloc_conf:
         return (setting,)
-    return (setting, *(setting_of(meta, conf, setting.device) for conf in HELPFUL))
+    return setting, setting_of(meta, GROWING, setting.device)
 
 
 def device_fit(

@@ -16,7 +16,6 @@ the step itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Final, cast
 
 import numpy as np
@@ -57,9 +56,6 @@ class Costs:
         self.evaluator, self.is_saved = evaluator, state.saved
         self.used = [0] * evaluator.forward  # op -> how many evicted values have it in their chain
         self.chains: dict[int, tuple[int, ...]] = {}
-        self.added: dict[int, int] = {}  # value -> what `of` says, as long as values are only evicted
-        # Op -> the values in `added` with it in their chain.
-        self.behind: list[list[int]] = [[] for _ in self.used]
         for s in evaluator.problem.candidates:
             if not state.saved[s]:
                 self.evicted(s)
@@ -82,29 +78,17 @@ class Costs:
 
     def of(self, s: int) -> int:
         """Added time if s is evicted too."""
-        known = self.added.get(s)
-        if known is None:
-            known = sum(self.evaluator.time_ns[k] for k in self.chain(s) if not self.used[k])
-            self.added[s] = known
-            for k in self.chain(s):
-                self.behind[k].append(s)
-        return known
+        return sum(self.evaluator.time_ns[k] for k in self.chain(s) if not self.used[k])
 
     def saves_ns(self, s: int) -> int:
         """Time that it takes off if the evicted s is saved again."""
         time_ns, used = self.evaluator.time_ns, self.used
         return sum(time_ns[k] for k in self.chain(s) if used[k] == 1)
 
-    def evicted(self, s: int) -> list[int]:
-        """Count s as evicted; returns the values that this makes cheaper."""
-        cheaper: list[int] = []
+    def evicted(self, s: int) -> None:
+        """Count s as evicted."""
         for k in self.chain(s):
-            if not self.used[k] and self.evaluator.time_ns[k]:
-                for t in self.behind[k]:
-                    self.added[t] -= self.evaluator.time_ns[k]
-                cheaper += self.behind[k]
             self.used[k] += 1
-        return cheaper
 
 
 class Search:
@@ -147,22 +131,15 @@ class Search:
             excess = peak_bytes - self.budget_bytes
             if excess <= 0:
                 return True
-            idle = set(self.sizable(self.idle_among(self.candidates, state, peak_step, steps)))
-            if idle:
-                wanted = max(1, excess // AT_ONCE)
-                cheapest = [((costs.of(s) + 1) / nbytes[s], s) for s in idle]
-                heapify(cheapest)
-                while idle and wanted > 0:
-                    price, s = heappop(cheapest)
-                    if s not in idle or price != (costs.of(s) + 1) / nbytes[s]:
-                        continue  # chosen, or cheaper by now
-                    idle.remove(s)
-                    state.saved[s], state.retained[s] = 0, 1
-                    for t in costs.evicted(s):
-                        if t in idle:
-                            heappush(cheapest, ((costs.of(t) + 1) / nbytes[t], t))
-                    wanted -= nbytes[s]
-            elif not self.evict_rebuilt(state, peak_step, steps, excess):
+            idle = self.sizable(self.idle_among(self.candidates, state, peak_step, steps))
+            wanted = max(1, excess // AT_ONCE)
+            for s in sorted(idle, key=lambda s: ((costs.of(s) + 1) / nbytes[s], s)):
+                if wanted <= 0:
+                    break
+                state.saved[s], state.retained[s] = 0, 1
+                costs.evicted(s)
+                wanted -= nbytes[s]
+            if not idle and not self.evict_rebuilt(state, peak_step, steps, excess):
                 return False
         return False
 

@@ -23,8 +23,7 @@ from traces.units import show_bytes
 SHARES: Final = 4  # of the time, one for each plan as long as there is some left
 ATTEMPTS: Final = 6  # plans that are made at most for one budget of reserved memory
 STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
-CLOSE: Final = 400  # stop when the highest budget that may do is within 1/400 of the one that did
-LEAST_FALL: Final = 200  # it falls by 1/200 at least
+CLOSE: Final = 300  # it falls by 1/300 at least, and is halved no further
 MUCH: Final = 1 << 40  # more than any step takes
 
 
@@ -105,9 +104,8 @@ def lower_until_within(
     """The plans for a few budgets of allocated memory; and why there is none for a lower one, if one was asked for.
 
     A plan within an allocated budget needs that much and its fragmentation more, which differs from plan to plan. So
-    the budget starts at the limit, falls by what is too much, and once a plan is within it is bisected between the last
-    that was not and the one that was, as long as there is time. Same input, same plans, if the planner gives the same
-    for the same budget.
+    the budget starts at the limit and falls by what is too much; once a plan is within it or there is none, it is
+    halved between that and the one before, as long as there is time.
 
     Args:
         make: the plan for a budget of allocated memory; raises BudgetError if there is none.
@@ -117,36 +115,26 @@ def lower_until_within(
         BudgetError: there is no plan for a budget of the limit itself.
     """
     tried: list[Tried] = []
-    budget, high, low = limit_bytes, limit_bytes + 1, 0
-    why: BudgetError | None = None  # there is no plan for the budget `low`
-    within = False
+    budget, high, low, why = limit_bytes, limit_bytes + 1, 0, None
     for _ in range(ATTEMPTS):
-        if within and clock.over:
-            break
         try:
             found = make(budget)
         except BudgetError as error:
             if not tried:
                 raise
-            if within:
-                break
-            why, low, budget = error, budget, (budget + high) // 2
-            continue
-        tried.append(found)
-        if found.reserved_bytes <= limit_bytes:
-            within, low = True, budget
+            why, low = error, budget
         else:
-            high = budget
-        if not within:
+            tried.append(found)
             over = found.reserved_bytes - limit_bytes
-            fall = min(max(over, limit_bytes // LEAST_FALL, 1), limit_bytes // STRIDES)
-            budget = (low + high) // 2 if low else budget - max(1, fall)
-            if budget < 1:
-                break
-        elif high - low <= max(1, limit_bytes // CLOSE):
-            break
-        else:
+            low, high = (budget, high) if over <= 0 else (low, budget)
+            if not low:
+                budget -= min(max(over, limit_bytes // CLOSE, 1), limit_bytes // STRIDES + 1)
+        if low:
             budget = (low + high) // 2
+        if budget < 1 or high - low <= max(1, limit_bytes // CLOSE):
+            break
+        if clock.over and any(t.reserved_bytes <= limit_bytes for t in tried):
+            break
     return tried, why
 
 

@@ -281,32 +281,6 @@ def test_costs_are_the_union_with_what_runs_again_already() -> None:
     assert (costs.saves_ns(a), costs.saves_ns(b)) == (2, 3)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_mu_two_always_takes_the_cheapest_of_the_idle(seed: int) -> None:
-    """Prices are kept up to date while several values are released at once: as if each were looked at anew."""
-    of = ladder(24, seed=seed)
-    search = Search(Problem(of), peak(of) * 2 // 3)
-    ev, nbytes = search.evaluator, of.storages.nbytes
-    state, expected = ev.state(), ev.state()
-    assert search.evict(state)
-    assert not state.evictions  # which would go on differently
-    while True:
-        peak_bytes, _, peak_step, steps = ev.walk(expected)
-        excess = peak_bytes - search.budget_bytes
-        idle = search.sizable(search.idle_among(search.candidates, expected, peak_step, steps))
-        if excess <= 0 or not idle:
-            break
-        wanted = max(1, excess // 4)
-        while idle and wanted > 0:
-            costs = Costs(ev, expected)
-            s = min(idle, key=lambda s: ((costs.of(s) + 1) / nbytes[s], s))
-            idle.remove(s)
-            expected.saved[s], expected.retained[s] = 0, 1
-            wanted -= nbytes[s]
-    assert state.saved.tolist() == expected.saved.tolist()
-    assert sum(not state.saved[s] for s in search.problem.candidates) > 3
-
-
 def test_mu_two_stops_in_time_where_no_plan_fits() -> None:
     """A budget below the floor is refused anyway, so the time limit ends the descent; a possible one is met."""
     of = ladder(24, seed=2)
