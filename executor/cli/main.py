@@ -163,10 +163,8 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
 
 
 @execute.command()
-@click.argument("what", metavar="TRACE_OR_PLAN")
-@click.option(
-    "-o", "--output", type=OutputFile(), required=True, help="Write the errors, or the plan, to this file."
-)
+@click.argument("trace")
+@click.option("-o", "--output", type=OutputFile(), required=True, help="Write the errors to this file.")
 @MODEL
 @TRUST
 @click.option("--device", default="cpu", show_default=True, help="Run on cpu or cuda.")
@@ -174,7 +172,7 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
 @click.option("--max-gradient-error", type=float, help="Stop measuring a format whose error is larger.")
 @commands.quiet_option
 def errors(
-    what: str,
+    trace: str,
     output: Path,
     model: str,
     trust: bool,
@@ -183,26 +181,17 @@ def errors(
     max_gradient_error: float | None,
     out: Output,
 ) -> None:
-    """Measure how much approximate formats change the gradient of one step on its batch, for `simulate --errors`.
-
-    Given a plan, measure how much it changes the gradient as a whole, and write that into the plan.
-    """
-    from executor.fitting.gradient_errors import ANY, LOSSY, gradient_errors, with_error
+    """Measure how much approximate formats change the gradient of one step on its batch, for `simulate --errors`."""
+    from executor.fitting.gradient_errors import ANY, LOSSY, gradient_errors
     from executor.matching import check_kind, check_trusted
     from tracer.step.step import check_device, load_spec
-    from traces.records.plan import Plan
     from traces.records.store import load
 
     check_device(device)
-    given = Plan.load(what) if Path(what).is_file() else load(what)
+    given = load(trace)
     check_kind(given.meta, device)
-    check_trusted(what, given.meta.model, model, trust)
+    check_trusted(trace, given.meta.model, model, trust)
     build = load_spec(model or given.meta.model, dict(given.meta.options), seed=given.meta.seed)
-    if isinstance(given, Plan):
-        measured = with_error(build, given, device)
-        measured.save(output)
-        echo(f"relative error of the gradient {measured.gradient_error:.2e}")
-        return
     kinds = LOSSY if levers is None else [x.strip() for x in levers.split(",") if x.strip()]
     found = gradient_errors(build, given, kinds, device, most=max_gradient_error or ANY, say=out.say)
     found.save(output)
@@ -213,7 +202,7 @@ def errors(
             f"{kind:10} {sum(len(p.storages) for p in parts):4} values: relative error of the gradient {whole:.2e}"
         )
     echo(
-        f"Next: simulate {shlex.quote(what)} --budget 60% --allow approximate --max-gradient-error 0.01 "
+        f"Next: simulate {shlex.quote(trace)} --budget 60% --allow approximate --max-gradient-error 0.01 "
         f"--errors {shlex.quote(str(output))}"
     )
 

@@ -110,12 +110,6 @@ def gradient_errors(
     )
 
 
-def with_error(build: BuildStep, plan: Plan, device: str = "cpu") -> Plan:
-    """The plan with the error of its gradient, measured in one step on the user's batch beside the untouched model."""
-    made = replace(plan, gradient_error=_Step(build, device).error(plan))
-    return made.sealed() if plan.seal else made
-
-
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Deterministic algorithms are on in the body, with a warning where there is none."""

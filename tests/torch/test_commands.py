@@ -22,6 +22,7 @@ import tracer.api  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.measuring import Job, JobResult, perform, run_job  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402
+from tests import tiny  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer.cli.main import trace  # noqa: E402
@@ -472,12 +473,14 @@ def test_threads_take_turns_in_capturing() -> None:
 def test_code_that_only_a_plan_names_does_not_run(
     folder: Path, plan: Plan, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that somebody sent: its Python file would note that it ran."""
+    """A plan or a trace that somebody sent: its Python file would note that it ran."""
     Path("theirs.py").write_text(
         "import pathlib\npathlib.Path('ran').touch()\ndef build(batch_size=2): ...\n"
     )
     replace(plan, meta=replace(plan.meta, model="theirs.py:build")).save("plan.json")
-    given = [*words, "plan.json", *(("-o", "errors.json") if "errors" in words else ())]
+    sent = tiny.chain(2)
+    store.save(replace(sent, meta=replace(sent.meta, model="theirs.py:build")), "sent")
+    given = [*words, *(("sent", "-o", "errors.json") if "errors" in words else ("plan.json",))]
     refused(call(execute, *given), "theirs.py:build", "--trust", "--model")
     assert not Path("ran").exists()
     monkeypatch.setattr(plans, "run_job", perform)  # in this process

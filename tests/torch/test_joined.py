@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from executor import apply_plan, fit  # noqa: E402
-from executor.fitting.gradient_errors import gradient_errors, with_error  # noqa: E402
+from executor.fitting.gradient_errors import gradient_errors  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
@@ -159,11 +159,10 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
     asked: Any = {"allow": "approximate", "errors": known, "max_gradient_error": 0.1, "never": ["*"]}
     made = plan(of, "30%", **asked)
     assert {r.kind for r in made.rewrites} == {"tile", "int8"}
-    own = with_error(spec, made)
-    assert own.gradient_error is not None
-    assert 0 < own.gradient_error < 0.1
-    assert verify(spec, own, steps=2).equal
-    assert measurer.steady_peak(own, tmp_path) == made.predicted["plan"]["peak_allocated_bytes"]
+    found = verify(spec, made, steps=2)
+    assert found.equal
+    assert 0 < found.gradient_error < 0.1
+    assert measurer.steady_peak(made, tmp_path) == made.predicted["plan"]["peak_allocated_bytes"]
 
 
 class Trained(nn.Module):

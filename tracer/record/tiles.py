@@ -41,18 +41,10 @@ ALONG_ONE: Final = {  # pointwise but for one dimension, and which argument name
     aten._log_softmax: 1,
     aten._softmax_backward_data: 2,
     aten._log_softmax_backward_data: 2,
-    aten.cat: 1,
-    aten.split: 2,
 }
 LOSS, LOSS_BACKWARD = aten.nll_loss_forward, aten.nll_loss_backward
-STRAIGHT: Final = (
-    *VIEWS,
-    *COPIES,
-    aten.t,
-    aten.sum,
-    aten.neg,
-    aten.div,
-)  # what they make is proportional to what they take
+# What they make is proportional to what they take.
+STRAIGHT: Final = (*VIEWS, *COPIES, aten.t, aten.sum, aten.neg, aten.div)
 NO_SUM: Final = 0  # torch's number of the reduction
 WIDE: Final = 2  # a value is wide if its rows have at least one of so many parts of the widest's elements
 # Where the rows of a value lie: in so many of its first dimensions; or
@@ -198,8 +190,11 @@ class _Search:
             x = n.args[0]
             _require(to.lies.get(x) and x.meta["val"].is_contiguous())
             self.cut(n, to.lies[x])
-        elif n.target is operator.getitem:
-            self._pick(n, n.args[0])
+        elif n.target is operator.getitem:  # a cross entropy, or the weight of its targets
+            _require(packet(n.args[0]) is LOSS)
+            self._put(n, SUMMED)
+            if n.args[1] == 1:
+                to.losses[n.args[0]] = n
         else:
             _require(
                 isinstance(n.target, OpOverload) and not n.target._schema.is_mutable and not is_random(n)
@@ -218,12 +213,6 @@ class _Search:
             self.to.sums[n] = PRODUCT if packet(n) in PRODUCTS else SUM
         else:
             self.to.lies[n] = lies
-
-    def _pick(self, n: fx.Node, source: fx.Node) -> None:
-        _require(packet(source) in (aten.split, LOSS))
-        self._put(n, SUMMED if packet(source) is LOSS else self.to.where(source))
-        if packet(source) is LOSS and n.args[1] == 1:
-            self.to.losses[source] = n
 
     def cut(self, a: fx.Node, lies: int) -> None:
         """Take an input in rows. Raises _NotByRows if it is taken otherwise already, or has no such rows."""
@@ -265,11 +254,10 @@ class _Search:
             _require(gone.isdisjoint(range(lies)) or gone.issuperset(range(lies)))
             return lies if gone.isdisjoint(range(lies)) else SUMMED
         if what in ALONG_ONE:
-            place = ALONG_ONE[what]
-            _require((n.args[place] if place < len(n.args) else 0) % x.dim() >= lies)
+            _require(n.args[ALONG_ONE[what]] % x.dim() >= lies)
         else:
             _require(what in COPIES or torch.Tag.pointwise in n.target.tags)
-        return lies if what is aten.split else self._pointwise(n, rows)
+        return self._pointwise(n, rows)
 
     def _pointwise(self, n: fx.Node, rows: dict[fx.Node, int]) -> int:
         lies, rank = next(iter(rows.values())), n.meta["val"].dim()

@@ -92,8 +92,6 @@ class Plan(JsonRecord):
     # segment, where torch by default has one of its own size for each large value.
     ahead_bytes: int = 0
     exactness: str = EXACT  # one of EXACTNESS
-    # Of the whole plan on the user's batch, relative L2; None: not measured.
-    gradient_error: float | None = None
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
     seal: str = ""  # a digest of the actions and the figures that they gave; "": none was made
@@ -127,10 +125,9 @@ class Plan(JsonRecord):
 
     @property
     def stated_error(self) -> float | None:
-        """The error of the gradient: as it was measured of the plan, or composed of its kinds'; None: of neither."""
+        """The error of the gradient, composed of its kinds'; None: none of them was measured."""
         errors = [e**2 for e in {r.kind: r.error for r in self.rewrites}.values() if e is not None]
-        composed = math.sqrt(sum(errors)) if errors else None
-        return composed if self.gradient_error is None else self.gradient_error
+        return math.sqrt(sum(errors)) if errors else None
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -151,7 +148,6 @@ class Plan(JsonRecord):
             "budget_of": self.budget_of,
             **({"ahead_bytes": self.ahead_bytes} if self.ahead_bytes else {}),
             "exactness": self.exactness,
-            **({} if self.gradient_error is None else {"gradient_error": self.gradient_error}),
             "predicted": dict(self.predicted),
             "constraints": dict(self.constraints),
             "seal": self.seal,
@@ -176,10 +172,9 @@ class Plan(JsonRecord):
         figures = {k: self.predicted.get(k) for k in ("baseline", "plan")}
         actions, rewrites = ([x.to_json() for x in of] for of in (self.actions, self.rewrites))
         parts: list[Any] = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, actions]
-        differs = self.exactness != EXACT or self.gradient_error
         # What most plans do not have is left out, so that their digests are as they always were.
-        error = [self.exactness, self.gradient_error] if differs else []
-        parts += [x for x in (rewrites, self.ahead_bytes, error, dict(self.constraints)) if x]
+        exactness = [self.exactness, None] if self.exactness != EXACT else []
+        parts += [x for x in (rewrites, self.ahead_bytes, exactness, dict(self.constraints)) if x]
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod
