@@ -130,9 +130,8 @@ class Snapshot(Struct, frozen=True):
     external_annotations: list[dict[str, Any]] = []  # of torch's profiler, such as the optimizer's steps
 
     def of_device(self) -> tuple[int, tuple[Event, ...], bool]:
-        """The device that recorded most, its events, and whether these name their pools."""
-        device = max(range(len(self.device_traces)), key=lambda k: len(self.device_traces[k]), default=0)
-        rows = self.device_traces[device] if self.device_traces else []
+        """The first device that recorded anything, its events, and whether these name their pools."""
+        device, rows = next(((k, rows) for k, rows in enumerate(self.device_traces) if rows), (0, []))
         if not all(isinstance(row, dict) for row in rows):
             raise ValidationError("an event is not an object")
         # Others are markers, and whatever comes later.
@@ -187,7 +186,7 @@ def read_recording(path: str | Path) -> Recording:
 
 
 def recording_from_snapshot(data: Any, source: str) -> Recording:
-    """Build a recording of the device that recorded most. Raises TraceError: not a snapshot, no events,
+    """Build a recording of the first device that recorded anything. Raises TraceError: not a snapshot, no events,
     private pools, or events that do not lead from an empty allocator to the final state.
     """
     with reading(source):

@@ -42,7 +42,7 @@ Area = tuple[int, int, bool]  # where a segment, or mapped pages, begin and end;
 
 
 def history_of(data: Any, source: str, since: int = 0) -> History:
-    """The history of the device that recorded most.
+    """The history of the first device that recorded anything.
 
     Args:
         data: what `torch.cuda.memory._dump_snapshot` writes.
