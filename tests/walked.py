@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from simulator.core.evaluator import Evaluator, State
+from traces.records.plan import SAVE, Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +36,15 @@ def evaluate(evaluator: Evaluator, state: State) -> Result:
         again=again.tolist(),
         peaks=evaluator.peaks(steps).tolist(),
     )
+
+
+def state_of(evaluator: Evaluator, actions: Iterable[Action]) -> State:
+    """The state that a plan's actions mean, if they evict nothing in forward and swap nothing."""
+    state, pinned = evaluator.state(), evaluator.problem.pinned
+    for a in actions:
+        state.saved[a.storage] = a.recipe == SAVE or pinned[a.storage]
+        state.retained[a.storage] = a.retain
+        for c in a.evict_after:
+            k = max(evaluator.before[c], evaluator.forward - 1)
+            state.evictions[k] = (*state.evictions.get(k, ()), a.storage)
+    return state

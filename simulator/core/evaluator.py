@@ -9,7 +9,6 @@ Counts and ignores: what `simulator.core.problem` counts and ignores.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -152,31 +151,14 @@ class Evaluator:
             if s >= 0 and last[s] == (k, False):
                 self.forward_take[s] = k
 
-    def state(self, actions: Iterable[Action] = ()) -> State:
-        """The state that a plan's actions mean; everything saved without any. Raises PlanError if a plan says what this
-        cannot evaluate yet: a value is evicted while forward runs.
-        """
-        problem = self.problem
-        saved = self._saved_by_default.copy()
-        retained = np.zeros_like(saved)
-        retained[list(problem.reloaded)] = 1
-        evictions: dict[int, tuple[int, ...]] = {}
-        for a in actions:
-            saved[a.storage] = a.recipe == SAVE or problem.pinned[a.storage]
-            retained[a.storage] = a.retain
-            early = a.evict_after and min(a.evict_after) < problem.forward_end
-            if early or a.recipe not in (SAVE, RECOMPUTE):
-                raise PlanError(
-                    f"storage {a.storage} ({self.trace.storages.name[a.storage]}): the planners' evaluation knows "
-                    "neither evictions while forward runs nor other recipes yet."
-                )
-            for c in a.evict_after:
-                k = max(self.before[c], self.forward - 1)
-                evictions[k] = (*evictions.get(k, ()), a.storage)
-        return State(saved=saved, retained=retained, evictions=evictions)
+    def state(self) -> State:
+        """The state that saves everything."""
+        retained = np.zeros_like(self._saved_by_default)
+        retained[list(self.problem.reloaded)] = 1
+        return State(saved=self._saved_by_default.copy(), retained=retained)
 
     def actions(self, state: State) -> list[Action]:
-        """The actions that a state means, as `state` takes them."""
+        """The actions that a state means."""
         problem, candidates = self.problem, self.problem.candidate_set
         evicted_after: dict[int, list[int]] = {}
         for k, evicted in sorted(state.evictions.items()):
@@ -201,11 +183,6 @@ class Evaluator:
         """(peak bytes, time) of a plan. Raises PlanError if a chain needs an op that may not run again."""
         peak_bytes, added_ns, _, _ = self.walk(state)
         return peak_bytes, self.base_time_ns + added_ns
-
-    def excess(self, state: State, budget_bytes: int) -> int:
-        """Bytes over the budget of a plan, summed over its steps; raises PlanError as `cost` does."""
-        *_, steps = self.walk(state)
-        return int(np.maximum(self.peaks(steps) - budget_bytes, 0).sum())
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
         """(peak, added time, peak step, steps with those of forward); raises PlanError as `cost` does."""

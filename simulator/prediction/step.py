@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from simulator.allocator.device import CUDA, DeviceFit, Setting, asking_ahead, device_fit, kind_of, setting_of
 from simulator.allocator.requests import untouched_requests
-from simulator.core.facts import DROPOUT_MASK
 from simulator.core.problem import Problem, Replay, run
-from simulator.core.schedule import Schedule
 from simulator.levers import rewritten_problem
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
@@ -173,10 +170,8 @@ def untouched_peak_bytes(c: Prediction) -> int:
     The trace says so if the loop was rehearsed or measured as it runs untouched. Of other traces it is concluded from
     the graph.
 
-    Counts: that autograd's own code lets no op take over its input's memory; on the CPU, dropout masks in the type of
-    what they mask (`_dropout_impl` in aten/src/ATen/native/Dropout.cpp), where the graph has a byte an element.
-    Ignores: what else eager code holds longer. Measured on the CPU for six steps of BERT, GPT-2 and T5, whose eager
-    peaks are 0.6 to 14 % above the graph's: right to within 96 bytes in each.
+    Counts: that autograd's own code lets no op take over its input's memory. Ignores: what else eager code holds
+    longer, and on a CPU that its dropout masks are as wide as what they mask.
     """
     counted = c.trace.meta.untouched_peak_bytes
     if counted:
@@ -185,40 +180,13 @@ def untouched_peak_bytes(c: Prediction) -> int:
 
 
 def untaken(c: Prediction) -> Replay:
-    """Everything saved, and no op takes over the memory of its input; on a CPU with dropout masks as wide as what they
-    mask."""
+    """Everything saved, and no op takes over the memory of its input."""
 
     def replayed(problem: Problem) -> Replay:
         schedule = replace(c.saved.schedule, takes=(-1,) * len(c.saved.schedule))
-        timeline, wider = run(problem, schedule), _wider_masks(c.trace, schedule)
-        peaks = tuple(n + more for n, more in zip(timeline.peak_bytes, wider, strict=True))
-        return Replay(schedule=schedule, timeline=replace(timeline, peak_bytes=peaks))
+        return Replay(schedule=schedule, timeline=run(problem, schedule))
 
     return c.problem.once("untaken", replayed)
-
-
-def _wider_masks(trace: Trace, schedule: Schedule) -> list[int]:
-    """Step -> by how many bytes the live dropout masks grow: on a CPU, elements are as wide as what they mask."""
-    if kind_of(trace.meta) == CUDA:
-        return [0] * len(schedule)
-    sts = trace.storages
-    more = {
-        s: (max((_item_bytes(trace, x) for x in trace.ops.reads[op]), default=1) - 1) * sts.nbytes[s]
-        for s, op in enumerate(sts.producer)
-        if op >= 0 and trace.ops.target[op] == DROPOUT_MASK
-    }
-    out, live = [], 0
-    for binds, frees in zip(schedule.binds, schedule.frees, strict=True):
-        live += sum(more.get(s, 0) for s in binds)
-        out.append(live)
-        live -= sum(more.get(s, 0) for s in frees)
-    return out
-
-
-def _item_bytes(trace: Trace, storage: int) -> int:
-    """Bytes of an element, from the storage's size and shape (1 where they do not say)."""
-    elements = math.prod(trace.storages.shape[storage])
-    return max(1, trace.storages.nbytes[storage] // elements) if elements else 1
 
 
 UNKNOWN: Final = "none"  # keys of a trace's `workspace`

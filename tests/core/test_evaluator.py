@@ -13,7 +13,7 @@ from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace
-from tests.walked import evaluate
+from tests.walked import evaluate, state_of
 from traces.errors import PlanError
 from traces.records.plan import SAVE, Action
 from traces.records.store import load
@@ -23,7 +23,7 @@ from traces.records.trace import RANDOM, Trace
 def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
     """Both ways agree on every step; the evaluator leaves out most views, which neither add nor release at the peak."""
     timeline = run(evaluator.problem, build(evaluator.problem, actions))
-    state = evaluator.state(actions)
+    state = state_of(evaluator, actions)
     result = evaluate(evaluator, state)
     assert result.peak_bytes == timeline.peak_allocated_bytes
     assert result.time_ns == timeline.step_time_ns
@@ -93,7 +93,7 @@ def test_a_long_plan_makes_the_arrays_grow() -> None:
     actions = tuple(Action(storage=s, retain=False) for s in Problem(of).candidates)
     evaluator = Evaluator(Problem(of))
     check(of, evaluator, actions)
-    assert len(evaluate(evaluator, evaluator.state(actions)).seq) > n * n // 2
+    assert len(evaluate(evaluator, state_of(evaluator, actions)).seq) > n * n // 2
 
 
 def test_a_chain_through_an_op_that_may_not_run_again_is_an_error() -> None:

@@ -17,7 +17,7 @@ from simulator.planners.segments import segmentations, split
 from simulator.studies.pareto import pareto
 from tests.strategies import traces
 from tests.tiny import chain
-from tests.walked import evaluate
+from tests.walked import evaluate, state_of
 from traces.records.plan import Action, Plan
 from traces.records.trace import Trace
 
@@ -73,7 +73,7 @@ def test_segmentations_are_those_of_the_segments(of: Trace) -> None:
                 for i in range(problem.forward_end)
             )
             assert state.saved[s] == crosses
-        assert ev.cost(ev.state(ev.actions(state))) == ev.cost(state)
+        assert ev.cost(state_of(ev, ev.actions(state))) == ev.cost(state)
         assert ev.cost(state)[0] == peak_bytes
 
 
@@ -110,7 +110,7 @@ def test_drops_that_are_edited_between_two_walks_count() -> None:
     ev = Evaluator(Problem(of))
     x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
     g5 = ev.forward
-    state = ev.state([Action(storage=x1, evict_after=(g5,)), Action(storage=x2)])
+    state = state_of(ev, [Action(storage=x1, evict_after=(g5,)), Action(storage=x2)])
     for drops in ((x2,), (x1, x2), ()):
         ev.cost(state)
         state.evictions[g5] = drops

@@ -20,6 +20,7 @@ from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
 from simulator.studies.levers import study
 from tests.tiny import bwd, fwd, trace
+from tests.walked import state_of
 from traces.devices import device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Action, Plan, Rewrite
@@ -222,7 +223,7 @@ def test_the_replay_waits_as_the_oracle_and_the_planners_count_the_same_bytes(se
         assert found.timeline.step_time_ns == (
             finished(problem.trace, found.schedule) if some else found.timeline.step_time_ns
         )
-        assert evaluator.cost(evaluator.state(actions))[0] == found.timeline.peak_allocated_bytes
+        assert evaluator.cost(state_of(evaluator, actions))[0] == found.timeline.peak_allocated_bytes
 
 
 def test_plans_lie_between_the_bound_and_the_plan_without_and_near_the_best_there_is() -> None:

@@ -21,6 +21,7 @@ from simulator.planners.segments import OUTSIDE, block_segments, equal_segments,
 from tests.strategies import traces, traces_with_reruns
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
+from tests.walked import state_of
 from traces.errors import BudgetError, SpecError
 from traces.records.plan import SAVE, Action, Plan
 from traces.records.trace import RANDOM, Trace
@@ -309,8 +310,8 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
     search = Search(Problem(of), UNLIMITED)
     x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
     g5 = search.evaluator.forward
-    state = search.evaluator.state(
-        [Action(storage=x1, evict_after=(g5,)), Action(storage=x2, evict_after=(g5,))]
+    state = state_of(
+        search.evaluator, [Action(storage=x1, evict_after=(g5,)), Action(storage=x2, evict_after=(g5,))]
     )
     found = search.save_again(state)
     assert found.state.evictions == {}
@@ -325,7 +326,7 @@ def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pyte
     assert not search.evict(search.evaluator.state())
     assert search.evaluations == 3
     search = Search(Problem(of), peak(of) * 9 // 10)
-    search.save_again(search.evaluator.state([Action(storage=s) for s in search.problem.candidates]))
+    search.save_again(state_of(search.evaluator, [Action(storage=s) for s in search.problem.candidates]))
     assert search.evaluations == 6
 
 
@@ -417,7 +418,7 @@ def test_when_the_time_is_over_the_search_stops_improving() -> None:
     in_no_time = plan_with("mu-two", Problem(of), 300, Limits(seconds=0))
     assert peak(of, in_no_time) <= 300
     search = Search(Problem(of), UNLIMITED, Limits(seconds=0).clock())
-    state = search.evaluator.state([Action(storage=s) for s in search.problem.candidates])
+    state = state_of(search.evaluator, [Action(storage=s) for s in search.problem.candidates])
     assert not any(search.save_again(state).state.saved[s] for s in search.problem.candidates)
 
 
