@@ -89,8 +89,6 @@ USED: Final = {
     "functorch_config": "torch._functorch.config",
     # torch.compile
     "enter_autocast": "torch.amp.autocast_mode:_enter_autocast",
-    "BackendCompilerFailed": "torch._dynamo.exc:BackendCompilerFailed",
-    "TorchDynamoException": "torch._dynamo.exc:TorchDynamoException",
     "TracingContext": "torch._guards:TracingContext",
     "tracing": "torch._guards:tracing",
     "dynamo_config": "torch._dynamo.config",

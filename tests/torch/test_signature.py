@@ -10,7 +10,6 @@ from torch import fx, nn  # noqa: E402
 
 from tests.torch.steps import program  # noqa: E402
 from tracer.costs.signature import (  # noqa: E402
-    Signature,
     TensorSpec,
     of_call,
 )
@@ -32,15 +31,6 @@ def test_lists_of_tensors_are_inputs() -> None:
     assert [x.shape for given in signature.args for x in given] == [(3,), (5,)] * 2
     assert [s.shape for s in signature.results] == [(3,), (5,)]
     assert hash(signature) == hash(of_call(aten._foreach_add.List, (xs, xs), {}, xs))
-
-
-def test_arguments_by_position_and_by_name() -> None:
-    signature = Signature(target="t", args=(1, 2), kwargs=(("dim", 3),))
-    assert (signature.argument(1, "x"), signature.argument(2, "dim"), signature.argument(4, "y", 9)) == (
-        2,
-        3,
-        9,
-    )
 
 
 def test_bytes_of_a_spec() -> None:

@@ -13,10 +13,11 @@ from torch import fx, nn
 from tracer.step.loop import TrainingStep
 from tracer.step.release import needs_closure
 from tracer.step.user_errors import first_line, is_data_dependent, is_library, on_data, user_line
-from tracer.torch_api import BackendCompilerFailed, TorchDynamoException, TracingContext
+from tracer.torch_api import TracingContext
 from traces.errors import CaptureError, LowtideError, OptimizerError
 
 BATCH_NORM: Final = nn.functional.batch_norm
+DYNAMO: Final = "torch._dynamo"  # whose own errors are no causes
 ASKS: Final = {"is_compiling", "is_dynamo_compiling"}  # of torch.compiler
 
 
@@ -101,14 +102,14 @@ def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError
     """
     check_sharded(model)
     name = type(model).__name__
-    inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    inner = getattr(error, "inner_exception", error)  # of a backend, which torch.compile wraps
     if isinstance(inner, LowtideError):
         return inner
     where = user_line(getattr(inner, "real_stack", None) or traceback.StackSummary())
     if is_data_dependent(inner):
         return on_data(name, "Python looks at the data of a tensor", where, hint)
     cause = inner.__cause__
-    if isinstance(cause, Exception) and not isinstance(cause, TorchDynamoException):
+    if isinstance(cause, Exception) and not type(cause).__module__.startswith(DYNAMO):
         told = f"{type(cause).__name__}: {first_line(cause)}"
     else:
         explained = re.search(r"(?:Explanation|Skipped frames:\s+- .*\)): (.+)", str(inner))
@@ -123,7 +124,7 @@ def from_dynamo(error: Exception) -> bool:
     """Return whether torch.compile itself failed, and not the code that it ran."""
     # What a weak proxy of the model leads to; a TorchDispatchMode around the call.
     told = ("Guard failed on the same frame", "torch.compile with fullgraph=True found no compiled frames")
-    return type(error).__module__.startswith("torch._dynamo") or str(error).startswith(told)
+    return type(error).__module__.startswith(DYNAMO) or str(error).startswith(told)
 
 
 def raised_by_user(error: LowtideError) -> bool:

@@ -60,11 +60,9 @@ class Signature:
         """The tensors among the outputs, in order."""
         return tuple(_specs(self.outputs))
 
-    def argument(self, position: int, name: str = "", default: Any = None) -> Any:
-        """An argument by position or, where it was given by name, by name."""
-        if position < len(self.args):
-            return self.args[position]
-        return dict(self.kwargs).get(name, default)
+    def argument(self, position: int) -> Any:
+        """An argument by position; None: it was not given so."""
+        return self.args[position] if position < len(self.args) else None
 
 
 def of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Signature:
