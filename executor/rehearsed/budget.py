@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from executor.rehearsed.compose import Composed, compose
-from simulator.bounds import Bound
 from simulator.core.limits import parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible, percent
@@ -33,8 +32,8 @@ class Other:
 
     what: str
     gpu_bytes: int
-    added_percent: float | None  # of the blocks' time; None: another step
-    rehearsed: bool
+    added_percent: float | None = None  # of the blocks' time; None: it is another step
+    rehearsed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +87,7 @@ def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[st
     if more_ranks is not None:
         say("Rehearsing it untouched on twice as many ranks ...")
         twice = more_ranks()
-        others.append(
-            Other(what=f"{twice.ranks} ranks", gpu_bytes=twice.gpu_bytes, added_percent=None, rehearsed=True)
-        )
+        others.append(Other(what=f"{twice.ranks} ranks, no plan", gpu_bytes=twice.gpu_bytes, rehearsed=True))
     return Found(
         budget_bytes=limit, untouched=untouched, saved=saved, planned=found[0], plans=found[1], others=others
     )
@@ -101,8 +98,7 @@ def _rehearsed(
 ) -> tuple[Rehearsal, BlockPlans]:
     """The cheapest plan that kept the budget, and its rehearsal."""
     problem = Problem(step.trace)
-    before = problem.saved.timeline
-    beside = saved.gpu_bytes - before.peak_allocated_bytes  # outside of torch, and what it reserves beyond
+    before, beside = problem.saved.timeline, _beside(saved)
     best: tuple[float, Rehearsal, BlockPlans] | None = None
     within, lowest, seen = limit - beside, saved.gpu_bytes, set[tuple[Action, ...]]()
     for _ in range(MOST_PLANS):
@@ -114,14 +110,13 @@ def _rehearsed(
         actions, after = answer.found.plan.actions, answer.found.planned.timeline
         seen.add(actions)
         added = percent(after.step_time_ns - before.step_time_ns, before.step_time_ns)
-        bound: Bound | None = answer.bound
         needs = after.peak_allocated_bytes + beside
         predicted = {
             "budget_bytes": limit,
             "gpu_bytes": needs,
             "added_percent": round(added, 3),
             "added_ns": after.step_time_ns - before.step_time_ns,
-            "bound_percent": bound.to_json().get("overhead_percent") if bound else None,
+            "bound_percent": answer.bound and answer.bound.to_json()["overhead_percent"],
             "blocks": len(step.placed),
         }
         plans = BlockPlans(
@@ -152,33 +147,34 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
         f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
         f"{show_bytes(lowest)}, and none goes below {show_bytes(floor)}; {show_bytes(saved.outside_bytes)} of it lie "
         f"outside of torch, and torch reserves {show_bytes(beside - saved.outside_bytes)} beyond what is asked of it. "
-        "Give a larger budget, a smaller micro-batch, or more ranks."
+        "Give a larger budget, more ranks, or a smaller micro-batch: half of it would take about "
+        f"{show_bytes(_half_the_batch(saved))} without a plan."
     )
 
 
 def _others(problem: Problem, step: Composed, saved: Rehearsal, limit: int) -> list[Other]:
     """Checkpointing of whole blocks, as a plan says it, and half the micro-batch; estimated."""
-    before = problem.saved.timeline
-    beside = saved.gpu_bytes - before.peak_allocated_bytes
+    before_ns, whole = problem.saved.timeline.step_time_ns, len(step.placed)
+    ends = [*(p.storage for p in step.placed), len(step.trace.storages)]
 
     def checkpointed(what: str, blocks: int) -> Other:
-        ends = [*(p.storage for p in step.placed), len(step.trace.storages)]
-        actions = [Action(storage=s) for s in problem.candidates if s < ends[blocks]]
-        after = problem.replay(actions).timeline
-        added = percent(after.step_time_ns - before.step_time_ns, before.step_time_ns)
-        return Other(
-            what=what,
-            gpu_bytes=after.peak_allocated_bytes + beside,
-            added_percent=round(added, 3),
-            rehearsed=False,
-        )
+        after = problem.replay(Action(storage=s) for s in problem.candidates if s < ends[blocks]).timeline
+        added = round(percent(after.step_time_ns - before_ns, before_ns), 3)
+        return Other(what=what, gpu_bytes=after.peak_allocated_bytes + _beside(saved), added_percent=added)
 
-    whole = len(step.placed)
-    others = [checkpointed("every block checkpointed", whole)]
     fewer = (checkpointed(f"the first {n} of {whole} blocks checkpointed", n) for n in range(1, whole))
-    others += [other for other in fewer if other.gpu_bytes <= limit][:1]
-    batch = saved.gpu_bytes - sum(saved.at_the_peak.get(kind, 0) for kind in (ACTIVATIONS, REST)) // 2
-    others.append(
-        Other(what="half the micro-batch, no plan", gpu_bytes=batch, added_percent=None, rehearsed=False)
-    )
-    return others
+    return [
+        checkpointed("every block checkpointed", whole),
+        *[other for other in fewer if other.gpu_bytes <= limit][:1],
+        Other(what="half the micro-batch, no plan", gpu_bytes=_half_the_batch(saved)),
+    ]
+
+
+def _beside(saved: Rehearsal) -> int:
+    """What lies outside of torch, and what it reserves beyond what is asked of it."""
+    return saved.gpu_bytes - saved.steady.requested_bytes
+
+
+def _half_the_batch(saved: Rehearsal) -> int:
+    """What half the micro-batch would take: half of all that is neither the optimizer's nor communication's."""
+    return saved.gpu_bytes - sum(saved.at_the_peak.get(kind, 0) for kind in (ACTIVATIONS, REST)) // 2

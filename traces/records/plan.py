@@ -201,21 +201,10 @@ class BlockPlans(JsonRecord):
         version=1,
         advice="make them with `execute rehearse SCRIPT --gpu GPU --budget 80% -o plan.json`",
         error=PlanError,
-        version_key="plan_version",
     )
     model: str  # the script or the model that was rehearsed
     plans: tuple[BlockPlan, ...]
     predicted: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        head = {"record": self.form.name, self.form.key: self.form.version, "model": self.model}
-        plans = [{"blocks": list(p.blocks), "plan": p.plan.to_json()} for p in self.plans]
-        return {**head, "plans": plans, "predicted": to_json(self.predicted)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BlockPlans:
-        plans = [BlockPlan(blocks=tuple(p["blocks"]), plan=Plan.from_json(p["plan"])) for p in data["plans"]]
-        return cls(model=data["model"], plans=tuple(plans), predicted=data["predicted"])
 
 
 def load_plan(path: str | Path) -> Plan | BlockPlans:
