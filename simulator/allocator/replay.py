@@ -121,13 +121,21 @@ class Event(
     time_us: int = 0  # of Unix time
 
 
+class _Annotation(Struct, frozen=True):
+    """Where a stretch that torch's profiler knows begins or ends, such as an optimizer's step."""
+
+    time_us: int = 0
+    stage: Any = None
+    name: Any = None
+
+
 class Snapshot(Struct, frozen=True):
     """What `torch.cuda.memory._dump_snapshot` writes, as far as it is read here."""
 
     segments: list[_Segment]
     device_traces: list[list[Any]]
     allocator_settings: Any = None
-    external_annotations: list[dict[str, Any]] = []  # of torch's profiler, such as the optimizer's steps
+    external_annotations: list[_Annotation] = []
 
     def of_device(self) -> tuple[int, tuple[Event, ...], bool]:
         """The first device that recorded anything, its events, and whether these name their pools."""
@@ -205,7 +213,7 @@ def recording_from_snapshot(data: Any, source: str) -> Recording:
     if final != (there := sum(s.total_size for s in segments)):
         raise _midway(source, f"it asked for {final:,} bytes of what is reserved at the end, {there:,}")
     in_use = snapshot.in_use(device)
-    if _left(events, source) != in_use.keys():
+    if left_by(events, source) != in_use.keys():
         raise _midway(source, "the blocks that are in use at the end are not those that it asked for")
     settings, notes = settings_of(snapshot.allocator_settings, pools_named)
     in_blocks = sum(b.size for b in in_use.values() if b.state == "active_allocated")
@@ -224,8 +232,8 @@ def running_reserved(events: Sequence[Event], start_bytes: int = 0) -> tuple[int
     return peak, now
 
 
-def _left(events: Sequence[Event], source: str) -> set[int]:
-    """The addresses of the blocks that are in use at the end."""
+def left_by(events: Sequence[Event], source: str) -> set[int]:
+    """The addresses of the blocks that are in use at the end. Raises TraceError: an event that nothing goes before."""
     last: dict[int, str] = {}
     for e in events:
         if e.action in BEFORE:

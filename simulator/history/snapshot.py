@@ -91,7 +91,8 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
 
 
 def from_what_was_there(data: Any, source: str) -> Recording | None:
-    """A recording that begins midway, with what was there already asked for before it, by address; None: private pools.
+    """A recording that begins midway, with what was there already asked for before it, by address; None: it has private
+    pools, or lacks events.
 
     Ignores: where that lay, and between which free pieces.
     """
@@ -103,9 +104,14 @@ def from_what_was_there(data: Any, source: str) -> Recording | None:
         return None
     blocks, areas = _there(snapshot, device, events, -1)
     before = tuple(Event("alloc", address, size) for address, (size, _) in sorted(blocks.items()))
+    asked = (*before, *(e for e in events if e.action != replay.OUT_OF_MEMORY))
+    try:
+        replay.left_by(asked, source)
+    except TraceError:
+        return None
     peak, final = replay.running_reserved(events, sum(end - begin for begin, end, _ in areas))
     return Recording(
-        source=source, device=device, events=(*before, *(e for e in events if e.action != replay.OUT_OF_MEMORY)),
+        source=source, device=device, events=asked,
         settings=replay.settings_of(snapshot.allocator_settings, pools_named)[0], peak_reserved_bytes=peak,
         final_reserved_bytes=final, final_allocated_bytes=sum(s.total_size for s in segments),
     )  # fmt: skip
@@ -113,10 +119,8 @@ def from_what_was_there(data: Any, source: str) -> Recording | None:
 
 def _iteration(snapshot: Snapshot, events: Sequence[Event], at: int) -> tuple[int, int]:
     """The iteration around event `at`, from one optimizer step's end to the next; all events, if none is known."""
-    ends = [
-        a["time_us"] for a in snapshot.external_annotations
-        if a.get("stage") == "END" and str(a.get("name")).startswith("Optimizer.step")
-    ]  # fmt: skip
+    stages = snapshot.external_annotations
+    ends = [a.time_us for a in stages if a.stage == "END" and str(a.name).startswith("Optimizer.step")]
     turns = [bisect_right(events, t, key=lambda e: e.time_us) for t in ends]
     return max((k for k in turns if k <= at), default=0), min(
         (k for k in turns if k > at), default=len(events)
@@ -226,7 +230,7 @@ def _held(size: int, frames: Any) -> tuple[str, str, str, int]:
         return EARLIER, "", "", size
     told = stack(frames)
     own = [f.name for f in told if f.filename == OURS]
-    if own:
+    if len(own) > 2:
         op, module, category, *_ = own
         layers = re.sub(r"\b\d+\b", "*", module)  # the same op of all repeated layers is one line
         return category, module, re.sub(r"_\d+$", "", op) + f" of {layers}" * (module != NO_MODULE), size

@@ -146,7 +146,10 @@ def _by_settings(source: Source, over: int) -> list[Remedy]:
         recording: Recording | None = recording_from_snapshot(source.snapshot, name)
     except TraceError:
         recording, about = from_what_was_there(source.snapshot, name), "about "
-    if recording is None or recording.settings.expandable_segments:
+    if recording is None:
+        words = "expandable_segments:True, of which nobody knows what it would do here (private pools, or events that "
+        return [Remedy(name="settings", words=f"{words}were lost)")]
+    if recording.settings.expandable_segments:
         return []
     now = replay(recording, recording.settings).figures.peak_reserved_bytes
     grown = replay(

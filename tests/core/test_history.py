@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -218,7 +221,41 @@ def test_what_was_there_before_a_recording_is_asked_for_first() -> None:
     assert "reserves about 60.00 MiB for the same requests in place of 120.00 MiB" in settings.words
     data = p.snapshot()
     data["segments"][0]["segment_pool_id"] = (0, 1)
-    assert why(read_data(data), question()).remedies == ()  # private pools are not simulated
+    (settings,) = why(read_data(data), question()).remedies
+    assert "nobody knows what it would do here (private pools" in settings.words
+    data = p.snapshot()
+    data["device_traces"][0] = [e for e in data["device_traces"][0] if e["action"] != "free_requested"]
+    assert why(read_data(data), question()).remedies == (settings,)
+
+
+def test_whatever_a_snapshot_holds_there_is_an_answer_or_a_reason() -> None:
+    p = Program()
+    for size in (512, MIB, 30 * MIB, 5 * MIB):
+        p.malloc(size)
+    p.free(1)
+    made = p.snapshot()
+    made["external_annotations"] = [{"stage": "END", "name": "Optimizer.step#SGD", "time_us": 3}]
+    for e in made["device_traces"][0]:
+        e |= {"frames": [{"filename": "lowtide", "line": 1, "name": "forward"}], "time_us": 2}
+    junk = (None, -1, 0, 1 << 62, "x", [], {}, [None], 3.5, b"x", "alloc", "oom", "segment_map", {"a": 1})
+
+    def places(x: Any) -> list[Any]:
+        below = [x] if isinstance(x, dict | list) else []
+        inside = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
+        return below + [place for y in inside for place in places(y)]
+
+    rng = random.Random(5)
+    for _ in range(600):
+        data = copy.deepcopy(made)
+        for place in rng.sample(places(data), 2):
+            if place:
+                place[rng.choice([*place] if isinstance(place, dict) else range(len(place)))] = rng.choice(
+                    junk
+                )
+        with contextlib.suppress(LowtideError):
+            found = why(read_data(data), question())
+            assert found.sentences()
+            assert json.dumps(found.to_json())
 
 
 @pytest.mark.parametrize(
