@@ -60,6 +60,22 @@ def test_flops_of_a_step_are_those_of_torchs_counter(name: str, options: dict[st
     assert ours.total == counter.get_total_flops() > 10**6
 
 
+@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize("mask", [(True, True), (False, True), (True, False)])
+def test_each_gradient_of_a_convolution_in_groups_counts_as_much_as_forward(
+    groups: int, mask: tuple[bool, bool]
+) -> None:
+    """Which torch's formula of the weight's gradient does not know: it counts all channels for each group."""
+    x, weight = torch.empty(4, 8, 6, 6, device="meta"), torch.empty(16, 8 // groups, 3, 3, device="meta")
+    where = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    out = torch.ops.aten.convolution(x, weight, None, *where)
+    forward = op_flops(torch.ops.aten.convolution.default, (x, weight, None, *where), {}, out)
+    assert forward == 2 * out.numel() * 8 // groups * 9
+    args = (out, x, weight, [0], *where, [*mask, False])
+    made = torch.ops.aten.convolution_backward(*args)
+    assert op_flops(torch.ops.aten.convolution_backward.default, args, {}, made) == sum(mask) * forward
+
+
 def test_attention_on_the_cpu_counts_as_much_as_on_a_gpu() -> None:
 
     q, k = torch.zeros(2, 4, 8, 16), torch.zeros(2, 4, 6, 16)

@@ -75,11 +75,18 @@ def op_flops(target: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
     Counts: what `torch.utils.flop_counter` counts, also for attention on the CPU. Ignores: all other ops, and
     calls that torch's formula refuses; these return 0.
     """
-    formula = _formulas().get(getattr(target, "_overloadpacket", target))
+    packet = getattr(target, "_overloadpacket", target)
+    formula = _formulas().get(packet)
     if formula is None:
         return 0
     try:
-        return int(formula(*args, **kwargs, out_val=out))
+        flops = int(formula(*args, **kwargs, out_val=out))
+        if str(packet) == "aten.convolution_backward" and (groups := args[9]) > 1:
+            # torch 2.15 counts the weight's gradient as if each group read all channels.
+            of_input, of_weight = args[10][:2]
+            both = 1 + groups if of_input and of_weight else groups if of_weight else 1
+            flops = flops // both * (of_input + of_weight)
+        return flops
     except (AssertionError, TypeError, ValueError):  # e.g. nested or zero-dimensional tensors
         return 0
 
