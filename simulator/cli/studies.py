@@ -1,5 +1,5 @@
-"""The studies: `simulate compare`, `pareto` and `levers` of one trace, `sweep` and `max-batch` of one model at several
-batch sizes.
+"""The studies: `simulate compare`, `pareto` and `levers` of one trace, `sweep`, `max-batch` and `capacity` of one model
+at several batch sizes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from simulator.cli.options import (
 )
 from traces.commands import Output, Refused
 from traces.errors import BudgetError, SpecError
+
+BUDGET_OVERHEAD = click.option(
+    "--budget-overhead", default="30%", show_default=True, help="Time that a plan may add to a step."
+)
 
 
 @click.command("compare")
@@ -108,9 +112,7 @@ def sweep_command(
     from simulator.studies.sweep import sweep
     from simulator.studies.tracing import Traced
 
-    asked, sizes = question(**words), listed("--batch-sizes", batch_sizes)
-    if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
-        raise SpecError(f"--batch-sizes {batch_sizes!r}: give whole numbers with commas, such as 8,16,32.")
+    asked, sizes = question(**words), _sizes(batch_sizes)
     traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words))
     found = sweep(traced, list(map(int, sizes)), asked, out.say)
     if out.report is not None:
@@ -125,9 +127,7 @@ def sweep_command(
 @click.command("max-batch", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @TRACE_WORDS
-@click.option(
-    "--budget-overhead", default="30%", show_default=True, help="Time that a plan may add to a step."
-)
+@BUDGET_OVERHEAD
 @click.option("--multiple-of", type=click.IntRange(min=1), default=1, show_default=True,
               help="Try only multiples of this.")  # fmt: skip
 @click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
@@ -161,6 +161,65 @@ def max_batch_command(
     if not found.with_plan:
         smallest = f"{found.data['device_memory']['device']} at batch {limits['multiple_of']}"
         raise Refused(f"{model} does not fit {smallest}, with or without a plan.", 1)
+
+
+@click.command("capacity", context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@TRACE_WORDS
+@click.option("--gpus", required=True, help="Devices of `trace targets`, such as h100,a100-80,rtx-4090.")
+@click.option(
+    "--batch-sizes", default="8,16,32,64,128,256", show_default=True, help="Batch sizes to answer for."
+)
+@click.option("--ranks", help="Not for a model by its name: see `execute rehearse SCRIPT --ranks`.")
+@BUDGET_OVERHEAD
+@asking(*DEVICE[2:], PLANNER, *SEARCH, *LEVERS)
+@click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
+              help="Directory of the result (default: MODEL-capacity).")  # fmt: skip
+@output_options
+def capacity_command(
+    model: str,
+    trace_words: tuple[str, ...],
+    gpus: str,
+    batch_sizes: str,
+    ranks: str | None,
+    budget_overhead: str,
+    words: Words,
+    directory: Path | None,
+    out: Output,
+) -> None:
+    """Show which batch sizes of MODEL fit which GPUs, untouched and with a plan, and the largest on each.
+
+    \b
+    simulate capacity bert-base --gpus h100,a100-80,rtx-4090 --batch-sizes 16,64,256 --report capacity.html
+
+    Any other option goes to `trace`. Batch sizes are answered for along the line through two traces of each GPU, the
+    largest ones confirmed as `simulate max-batch` does. Exit code 1: none fits anywhere.
+    """
+    from simulator.studies.capacity import capacity
+
+    if ranks is not None:
+        raise SpecError(
+            f"--ranks {ranks}: a model by its name trains in one process. Rehearse the script that shards it, all its "
+            f"ranks in one answer: execute rehearse train.py --gpu {gpus.split(',')[0]} --ranks {ranks}."
+        )
+    words_for_trace(model, trace_words, "--target")
+    words |= {"budget_overhead_percent": _percent(budget_overhead), "trace_options": trace_words}
+    sizes = sorted(map(int, _sizes(batch_sizes)))
+    found = capacity(model, listed("--gpus", gpus), sizes, directory=directory, progress=out.say, **words)
+    if out.report is not None:
+        from simulator.report.capacity import write_capacity
+
+        write_capacity(out.report, found)
+    out.show(lambda: found.data, lambda: "\n".join(found.lines()))
+    if not any(of.with_plan for of in found.found.values()):
+        raise Refused(f"{model} fits none of {gpus}, with or without a plan.", 1)
+
+
+def _sizes(text: str) -> tuple[str, ...]:
+    sizes = listed("--batch-sizes", text)
+    if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
+        raise SpecError(f"--batch-sizes {text!r}: give whole numbers with commas, such as 8,16,32.")
+    return sizes
 
 
 def _percent(text: str) -> float:

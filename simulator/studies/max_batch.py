@@ -67,11 +67,12 @@ class Probe:
     overhead_percent: float | None = None  # of the plan, or what any must at least cost where none was made
     plan_path: str = ""
     message: str = ""  # why no plan fits
+    traced: bool = True  # False: of the step on the straight line through two traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MaxBatch(Study[Probe]):
-    """The answer, with a row for each batch size that was traced. A batch size of 0: not even the smallest fits."""
+    """The answer, with a row for each batch size that was looked at. A batch size of 0: not even the smallest fits."""
 
     directory: Path  # of traces and plans
     without_plan: int
@@ -101,7 +102,7 @@ def _table(probes: Sequence[Probe], memory: str) -> Table:
             ("plan fits", "", lambda p: {True: yes(), False: no(), None: Cell("")}[p.plan_fits]),
             ("", "", lambda p: p.message or UNKNOWN),
         ),
-        caption="Every batch size that was traced. Where no plan was made, the overhead is what any plan must at "
+        caption="Every batch size that was looked at. Where no plan was made, the overhead is what any plan must at "
         "least cost.",
     ).known()
 
@@ -138,7 +139,13 @@ class _Search:
             (pair for pair in combinations(near, 2) if of_one_structure(pair[0][1], pair[1][1])), None
         )
 
-    def reckoned(self, way: str, low: int, high: int) -> int | None:
+    def by_line(self, sooner: int = 1) -> _Search:
+        """The same of steps on the line, with so small a part of the time for each plan."""
+        limits = replace(self.question.limits, seconds=self.question.limits.seconds / sooner)
+        asks = replace(self.question, limits=limits)
+        return replace(self, question=asks, say=silent, exact=False, probes={}, said={})
+
+    def reckoned(self, way: str, low: int, high: int, sooner: int = 1) -> int | None:
         """Where the boundary is by steps on the line; None: there is no line.
 
         Args:
@@ -147,11 +154,8 @@ class _Search:
         """
         if self.line(low) is None:
             return None
-        limits = replace(self.question.limits, seconds=self.question.limits.seconds / SOONER)
-        asks = replace(self.question, limits=limits)
-        by_line = replace(self, question=asks, say=silent, exact=False, probes={}, said={})
-        ask, last = getattr(by_line, way), high - self.step
-        begin = max(low + self.step, min(last, by_line.beyond(low)))
+        by_line, last = self.by_line(sooner), high - self.step
+        ask, begin = getattr(by_line, way), max(low + self.step, min(last, by_line.beyond(low)))
         excess = ask(low).excess if low else -1.0
         return boundary(ask, first=begin, step=self.step, top=last, fits=low, fits_excess=excess)
 
@@ -199,6 +203,7 @@ class _Search:
                 retries_a_step=plain.retries_a_step,
                 baseline=c.saved_figures,
                 baseline_fits=bool(c.saved_fit.fits),
+                traced=self.exact,
             )
             retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
             outcome = f"fits{retries}" if plain.fits else "does not fit"
@@ -259,10 +264,11 @@ class _Search:
 
     def _kept(self, probe: Probe, c: Prediction) -> Probe:
         """The probe with the file of the plan that fits."""
-        path = f"plan-b{probe.batch_size}.json"
-        if self.exact:
-            c.plan.save(self.model.directory / path)
         self.said[probe.batch_size] = c
+        if not self.exact:
+            return probe
+        path = f"plan-b{probe.batch_size}.json"
+        c.plan.save(self.model.directory / path)
         return replace(probe, plan_path=path)
 
 
@@ -279,6 +285,7 @@ def max_batch(
     directory: str | Path | None = None,
     multiple_of: int = 1,
     maximum: int = 65536,
+    batch_sizes: Sequence[int] = (),
     trace_options: Sequence[str] = (),
     progress: Say = silent,
     **words: Unpack[Words],
@@ -291,6 +298,7 @@ def max_batch(
         budget_overhead_percent: what a plan may add to the time of a step.
         directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
         multiple_of, maximum: of the batch sizes that are tried.
+        batch_sizes: further ones to answer for; those that the search does not trace by the line.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
         words: as for `plan`; `seconds` is for each plan.
 
@@ -326,12 +334,17 @@ def max_batch(
     first = min(top, -(-FIRST // step) * step)
     search.trace(first, min(top, STRIDE * first))
     plain = search.reckoned("without", 0, top + step)
-    planned = plain if plain is None or plain >= top else search.reckoned("plan", plain, top + step)
+    planned = plain if plain is None or plain >= top else search.reckoned("plan", plain, top + step, SOONER)
     if plain is not None and planned is not None:
         progress(f"by the line through two traces, batch {plain} fits, and with a plan batch {planned}")
         search.trace(plain, plain + step, planned, planned + step)
     without = search.largest("without", 0, plain)
     with_plan = search.largest("plan", without, planned)
+    by_line = search.by_line()
+    for n in dict.fromkeys((*search.traces, *batch_sizes)):
+        asked = search if n in search.traces or search.line(n) is None else by_line
+        (asked.plan if n in batch_sizes else asked.without)(n)
+        search.probes[n] = asked.probes[n]
     return _answer(search, maximum, without, with_plan)
 
 
@@ -342,8 +355,6 @@ def _answer(search: _Search, maximum: int, without: int, with_plan: int) -> MaxB
         search.price_percent,
         with_plan == search.top,
     )
-    for batch_size in search.traces:
-        search.without(batch_size)
     of = ALLOCATED if device.kind == CPU else RESERVED  # the memory that must fit
     probes = tuple(search.probes[b] for b in sorted(search.probes))
     shown = search.said[with_plan or without or min(search.said)]

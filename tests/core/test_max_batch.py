@@ -300,8 +300,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return seen
 
 
+def simulated(*words: object) -> Result:
+    return CliRunner().invoke(main, list(map(str, words)), prog_name="simulate")
+
+
 def command(*words: object) -> Result:
-    return CliRunner().invoke(main, ["max-batch", *(str(w) for w in words)], prog_name="simulate")
+    return simulated("max-batch", *words)
 
 
 def test_the_command(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
@@ -333,6 +337,29 @@ def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[tuple[str, ...]], 
     command(*words, "--device", "cuda", "--json")
     assert traced[-1] == ("--device", "cuda")
     assert "--max tries more" in command(*words).stdout
+
+
+def test_the_capacity_of_two_gpus(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
+    """What `max-batch` says of each, and beside that what was asked of each; the page has a field for each."""
+    asked = ("m", "--gpus", "rtx-4090,a100-40", "--batch-sizes", "8,3000,6000,50000", "--planner", "mu-two")
+    page, out = tmp_path / "page.html", tmp_path / "out"
+    result = simulated("capacity", *asked, "-o", out, "--report", page, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert [device["device_memory"]["device"] for device in said["devices"]] == ["RTX-4090", "A100-40"]
+    for device in said["devices"]:
+        plain, planned = (device[way]["batch_size"] for way in ("without_plan", "with_plan"))
+        rows = {p["batch_size"]: p for p in device["probes"]}
+        assert {8, 3000, 6000, 50000} <= rows.keys()
+        for size, row in rows.items():
+            assert row["fits"] == (size <= plain)
+            assert row["plan_fits"] in (None, size <= planned)
+            assert row["traced"] == (size in {8, 32, plain, plain + 1, planned, planned + 1})
+    text = page.read_text("utf-8")
+    assert all(word in text for word in ("A100-40", "does not fit", "3000"))
+    refused = simulated("capacity", "m", "--gpus", "h100", "--ranks", "1,8")
+    assert refused.exit_code == 2
+    assert "execute rehearse train.py --gpu h100 --ranks 1,8" in refused.stderr
 
 
 def test_when_nothing_fits(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
