@@ -14,7 +14,7 @@ from executor import apply_plan
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.measure.probes import cpu_loop
-from tracer.record.draft import Draft
+from tracer.record.assemble import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
 from tracer.step.batch import split_batch

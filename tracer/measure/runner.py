@@ -16,7 +16,7 @@ from torch import fx
 
 from tracer.measure.probes import Watch
 from tracer.precision.policy import without_autocast
-from tracer.record.draft import Draft
+from tracer.record.assemble import Draft
 from tracer.record.eager import is_op
 from tracer.record.program import GraphOp, Program
 from tracer.step.loop import TrainingStep, fit_tangent, run_step

@@ -28,7 +28,7 @@ from tracer.costs.signature import Signature
 from tracer.measure.probes import Round, Watch, on_cpu, on_cuda, settle, timed_on_cpu
 from tracer.measure.runner import GraphRunner
 from tracer.precision.policy import start_low
-from tracer.record.draft import Draft
+from tracer.record.assemble import Draft
 from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.provenance import alloc_conf, rehearsing

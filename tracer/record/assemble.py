@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from tracer.costs.approximate import library_storages, rerun_workspaces
-from tracer.costs.cost import Costs
-from tracer.costs.rows import OpRow, StorageRow
+from tracer.costs.approximate import library_storages, rerun_workspaces, workspace_rows
+from tracer.costs.cost import Cost, Costs
+from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
-from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
-from tracer.record.rows import storage_key
+from tracer.record.rows import created_bytes, storage_key, tables_of
 from tracer.record.tiles import found_in
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
@@ -32,6 +33,7 @@ from tracer.step.user_errors import explained
 from tracer.torch_api import FakeTensorMode, execution_engine, pytree, release
 from traces.devices import Device
 from traces.errors import CaptureError
+from traces.records.store import validate
 from traces.records.trace import (
     ACTIVATION,
     EAGER,
@@ -43,9 +45,68 @@ from traces.records.trace import (
     PHASES,
     ROWS,
     Stretch,
+    Trace,
     TraceMeta,
+    Untouched,
     eager_runs,
+    fingerprint,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A step's rows in their order, and what they stand for. `finish` makes the trace, with these costs or others."""
+
+    rows: tuple[OpRow, ...]  # by op id
+    storages: tuple[StorageRow, ...]
+    libraries: tuple[StorageRow, ...]  # further ones, that libraries keep by rule
+    meta: TraceMeta  # without what the costs decide
+    program: Program
+    graph_ops: tuple[int, ...]  # program op -> op id
+    step: TrainingStep  # on fake tensors, its optimizer with its state
+    mode: FakeTensorMode  # of those
+    target: Device
+    costs: Costs
+
+    @cached_property
+    def created_bytes(self) -> tuple[int, ...]:
+        """By op id: bytes of the storages that the op makes."""
+        return created_bytes(self.rows, self.storages)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The trace with the costs that the step was recorded with."""
+        return self.finish()
+
+    @cached_property
+    def priced(self) -> list[Cost]:
+        """By op id: what it costs, as the step was recorded."""
+        rows = zip(self.rows, self.created_bytes, strict=True)
+        return [self.costs.of(row, created, self.target) for row, created in rows]
+
+    def finish(
+        self,
+        costs: Sequence[Cost] | None = None,
+        workspaces: Iterable[LibraryWorkspace] | None = None,
+        untouched: Untouched = Untouched(),  # noqa: B008
+        **header: Any,
+    ) -> Trace:
+        """The trace.
+
+        Args:
+            costs: by op id; None: those that the step was recorded with.
+            workspaces: what libraries were seen to keep; None: what they keep by rule.
+            untouched: what the untouched loop asks of the allocator.
+
+        Raises:
+            TraceError: what was collected contradicts itself (a defect of the tracer).
+        """
+        costs = self.priced if costs is None else costs
+        kept = self.libraries if workspaces is None else workspace_rows(self.rows, workspaces)
+        ops, storages = tables_of(self.rows, (*self.storages, *kept), costs)
+        sources = dict(Counter(c.source for c in costs if c.source))
+        meta = replace(self.meta, workspace=sources, fingerprint=fingerprint(ops, storages), **header)
+        return validate(Trace(meta=meta, ops=ops, storages=storages, untouched=untouched))
 
 
 def assemble(

@@ -29,8 +29,7 @@ from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
 from tracer.costs.cost import Costs
 from tracer.environment import versions
-from tracer.record.assemble import assemble
-from tracer.record.draft import Draft
+from tracer.record.assemble import Draft, assemble
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
 from tracer.step.batch import hidden_tensors, loss_in_outputs
