@@ -11,45 +11,29 @@ A selector is `module glob :: op glob`; either side may be left out (`layers.0 :
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from simulator.core.limits import Constraints
 from traces.errors import SpecError
 from traces.records.trace import FORWARD, VIEW, Trace
 
-SEPARATOR = "::"
 SYNTAX = "a selector is `module glob :: op glob`, such as `layers.*.attn :: aten.mm.default`"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selector:
-    """One selector; None: that side is left out. `either`: written without `::`."""
-
-    module: str | None
-    op: str | None
-    either: bool = False
-
-    def matches(self, module: str, target: str) -> bool:
-        by_module = self.module is None or module_matches(self.module, module)
-        by_op = self.op is None or op_matches(self.op, target)
-        return by_module or by_op if self.either else by_module and by_op
-
-
-def parse_selector(text: str) -> Selector:
-    """A selector from its text; raises SpecError if it is none."""
-    sides = [side.strip() for side in text.split(SEPARATOR)]
+def sides_of(text: str) -> list[str]:
+    """A selector's globs, "" where one is left out: of modules and of ops, or one of either. Raises SpecError if it is
+    no
+    selector."""
+    sides = [side.strip() for side in text.split("::")]
     if len(sides) > 2 or not any(sides):
         raise SpecError(f"selector {text!r}: {SYNTAX}; either side may be left out, not both.")
-    if len(sides) == 1:
-        return Selector(module=sides[0], op=sides[0], either=True)
-    return Selector(module=sides[0] or None, op=sides[1] or None)
+    return sides
 
 
 def check_selectors(constraints: Constraints) -> None:
     """Raise SpecError before any work if a selector cannot mean anything in any trace."""
     for text in (*constraints.never, *constraints.always_save):
-        parse_selector(text)
+        sides_of(text)
 
 
 def module_matches(glob: str, path: str) -> bool:
@@ -72,53 +56,44 @@ def op_matches(glob: str, target: str) -> bool:
     return any(fnmatchcase(name, glob) for name in names)
 
 
-def matching_ops(trace: Trace, text: str, option: str) -> tuple[int, ...]:
-    """The ops of forward that a selector means, views included.
+def matching_ops(trace: Trace, text: str, option: str) -> list[int]:
+    """The ops of forward that a selector means, views included. Raises SpecError, which names the option, if it means
+    none."""
+    sides, ops = sides_of(text), trace.ops
 
-    Args:
-        trace, text: where, and what.
-        option: who asks, for the message: `--never`.
+    def matches(module: str, target: str) -> bool:
+        if len(sides) == 1:
+            return module_matches(sides[0], module) or op_matches(sides[0], target)
+        return all(
+            (not sides[0] or module_matches(sides[0], module), not sides[1] or op_matches(sides[1], target))
+        )
 
-    Raises:
-        SpecError: it means none.
-    """
-    selector, ops = parse_selector(text), trace.ops
-    verdict: dict[tuple[str, str], bool] = {}
-    out = []
-    for i in range(len(ops)):
-        if ops.phase[i] != FORWARD:
-            break
-        key = (ops.module[i], ops.target[i])
-        if key not in verdict:
-            verdict[key] = selector.matches(*key)
-        if verdict[key]:
-            out.append(i)
-    if not out:
-        raise SpecError(f"{option} {text!r} matches no op of forward; `trace show` prints modules and ops.")
-    return tuple(out)
+    forward = [key for *key, phase in zip(ops.module, ops.target, ops.phase, strict=True) if phase == FORWARD]
+    verdict = {key: matches(*key) for key in set(map(tuple, forward))}
+    if found := [i for i, key in enumerate(forward) if verdict[tuple(key)]]:
+        return found
+    raise SpecError(f"{option} {text!r} matches no op of forward; `trace show` prints modules and ops.")
 
 
 def resolve(trace: Trace, constraints: Constraints) -> tuple[frozenset[int], frozenset[int]]:
     """The ops that must not run again, and the storages of forward that must not be computed again. Raises
     SpecError if a selector is malformed, or means nothing that it could forbid or save.
     """
-    sts = trace.storages
-    is_view = [bool(f & VIEW) for f in trace.ops.flags]
+    ops, producer = trace.ops, trace.storages.producer
     never: set[int] = set()
-    for text in constraints.never:
-        ops = matching_ops(trace, text, "--never")
-        if all(is_view[i] for i in ops):
-            raise SpecError(f"--never {text!r} matches only views, which cost nothing to make again.")
-        never.update(i for i in ops if not is_view[i])
     always_saved: set[int] = set()
+    for text in constraints.never:
+        computing = {i for i in matching_ops(trace, text, "--never") if not ops.flags[i] & VIEW}
+        if not computing:
+            raise SpecError(f"--never {text!r} matches only views, which cost nothing to make again.")
+        never |= computing
     for text in constraints.always_save:
-        mine: set[int] = set()
-        for i in matching_ops(trace, text, "--always-save"):
-            values = trace.ops.reads[i] if is_view[i] else trace.ops.writes[i]
-            mine.update(s for s in values if 0 <= sts.producer[s] <= i)
-        if not mine:
+        found = matching_ops(trace, text, "--always-save")
+        values = ((i, s) for i in found for s in (ops.reads if ops.flags[i] & VIEW else ops.writes)[i])
+        made = {s for i, s in values if 0 <= producer[s] <= i}
+        if not made:
             raise SpecError(
                 f"--always-save {text!r} matches only views of parameters and inputs, which are there anyway."
             )
-        always_saved |= mine
+        always_saved |= made
     return frozenset(never), frozenset(always_saved)
