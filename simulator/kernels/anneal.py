@@ -18,14 +18,9 @@ from simulator.kernels.walk import Choice, long, replay, table
 # What a move may be; `chances` holds how often each is made, summed up.
 FLIP: Final = 0  # save a value that was recomputed, or the other way round
 SWAP: Final = 1  # exchange the fates of two values made near each other
-# Let a rebuilt value go sooner or later when there is no room (`simulator.kernels.retain`); let a link stay, or no
-# longer.
-WEIGHT: Final = 2
-BORDER: Final = 3  # save nothing of what a stretch of forward makes, but for what crosses one position in it
-MOVE_BORDER: Final = 4  # save nothing of what one stretch makes, and save what crosses a position of another
-MOVE_KINDS: Final = 5
-WIDTH: Final = 20.0  # how many positions of forward a stretch covers on average
-HIGHEST: Final = 1 << 62
+# Let a rebuilt value go sooner or later when there is no room (`simulator.kernels.retain`); let a link stay, or not.
+STAY: Final = 2
+MOVE_KINDS: Final = 3
 IDLE: Final = 4  # steps for which a move that changes nothing counts
 
 TALLY: Final = table(
@@ -40,19 +35,6 @@ TALLY: Final = table(
         ("weight_before", np.float64),  # of the value whose weight the move changed
     ]
 )
-VALUE: Final = table([("storage", np.int32), ("made", np.int32)])  # and the op of forward that makes it
-# One row an op of forward: what is made up to it and read after it.
-# Of `cross`; HIGHEST: no border there.
-BORDER_AT: Final = np.dtype([("cross_at", np.int64), ("cross_bytes", np.int64)])
-
-
-class Moves(NamedTuple):
-    """The data that moves are drawn from."""
-
-    values: Any  # [value] of VALUE, in the order in which forward makes them
-    borders: Any  # [op of forward + 1] of BORDER_AT
-    cross: Any
-    chances: Any  # [MOVE_KINDS]: of each kind of move, summed up
 
 
 class Walked(NamedTuple):
@@ -87,105 +69,39 @@ def chance(rng: Any) -> float:
 
 
 @inner
-def turn(s: int, w: Any, n_log: int) -> int:
-    """Save a value that is not saved, or the other way round, and note it; the new number of notes."""
-    if n_log >= w.log.shape[0]:
-        return n_log
-    w.log[n_log] = s
-    w.saved[s] = 1 - w.saved[s]
-    return n_log + 1
-
-
-@inner
-def made_from(values: Any, least: float) -> int:
-    """How many of the values are made before that."""
-    begin, end = 0, values.shape[0]
-    while begin < end:
-        middle = (begin + end) // 2
-        if values[middle].made < least:
-            begin = middle + 1
-        else:
-            end = middle
-    return begin
-
-
-@inner
-def stretch(values: Any, rng: Any) -> Any:
-    """A random stretch of values, around one of them, about WIDTH positions of forward wide: where."""
-    width = -WIDTH * np.log(chance(rng))
-    middle = values[below(rng, long(values.shape[0]))].made
-    first = made_from(values, middle - width / 2)
-    return first, max(made_from(values, middle + width / 2), first + 1)
-
-
-@inner
-def border(first: int, last: int, moves: Any, rng: Any) -> Any:
-    """A position where least crosses, or sometimes any, among those at which values[first:last] are made."""
-    if below(rng, long(3)) == 0:
-        return long(moves.values[first + below(rng, last - first)].made)
-    least, position, ties = HIGHEST, long(-1), long(0)
-    for j in range(first, last):
-        p = moves.values[j].made
-        if moves.borders[p].cross_bytes < least:
-            least, position, ties = moves.borders[p].cross_bytes, long(p), long(1)
-        elif moves.borders[p].cross_bytes == least:
-            ties += 1
-            if below(rng, ties) == 0:
-                position = long(p)
-    return position
-
-
-@inner
-def propose(kind: int, moves: Any, r: Any, w: Any) -> Any:
+def propose(kind: int, values: Any, r: Any, w: Any) -> Any:
     """Make one move of a kind in place: how many values it noted in `log`."""
-    values, rng, saved, of_storage = moves.values, w.rng, w.saved, r.storages
-    n_log = long(0)
+    rng, saved = w.rng, w.saved
     k = below(rng, long(values.shape[0]))
-    s = long(values[k].storage)
-    if kind == FLIP:
-        return turn(s, w, n_log)
+    s = long(values[k])
+    if kind == STAY:
+        if saved[s]:
+            return long(0)
+        w.log[0] = ~s
+        if r.storages[s].is_link:
+            r.may_stay[s] = 1 - r.may_stay[s]
+        else:
+            before = r.storages[s].weight
+            w.figures[0].weight_before = before
+            r.storages[s].weight = min(256.0, max(1 / 256.0, before * 2.0 ** (below(rng, long(7)) - 3)))
+        return long(1)
+    n_log = long(1)
+    w.log[0] = s
     if kind == SWAP:
         step = 1 + long(-np.log(chance(rng)) / 0.3)
         other = k + step if below(rng, long(2)) else k - step
-        if 0 <= other < values.shape[0] and saved[s] != saved[values[other].storage]:
-            n_log = turn(s, w, n_log)
-            n_log = turn(long(values[other].storage), w, n_log)
-        return n_log
-    if kind == WEIGHT:
-        if saved[s]:
-            return n_log
-        w.log[0] = ~s
-        if of_storage[s].is_link:
-            r.may_stay[s] = 1 - r.may_stay[s]
-        else:
-            before = of_storage[s].weight
-            w.figures[0].weight_before = before
-            of_storage[s].weight = min(256.0, max(1 / 256.0, before * 2.0 ** (below(rng, long(7)) - 3)))
-        return long(1)
-    p = long(-1)
-    for leaving in range(kind - BORDER, -1, -1):
-        begin, end = stretch(values, rng)
-        if not leaving:
-            p = border(begin, end, moves, rng)
-        if leaving or kind == BORDER:
-            for j in range(begin, end):
-                s = long(values[j].storage)
-                crosses = False
-                if p >= 0:
-                    for i in range(moves.borders[p].cross_at, moves.borders[p + 1].cross_at):
-                        if moves.cross[i] == s:
-                            crosses = True
-                if saved[s] and not crosses:
-                    n_log = turn(s, w, n_log)
-    for i in range(moves.borders[p].cross_at, moves.borders[p + 1].cross_at):
-        if not saved[moves.cross[i]]:
-            n_log = turn(long(moves.cross[i]), w, n_log)
+        if not 0 <= other < values.shape[0] or saved[s] == saved[values[other]]:
+            return long(0)
+        n_log = long(2)
+        w.log[1] = values[other]
+    for j in range(n_log):
+        saved[w.log[j]] = 1 - saved[w.log[j]]
     return n_log
 
 
 @inner
 def take_back(r: Any, w: Any, n_log: int) -> None:
-    for j in range(n_log - 1, -1, -1):
+    for j in range(n_log):
         s = w.log[j]
         if s >= 0:
             w.saved[s] = 1 - w.saved[s]
@@ -213,7 +129,8 @@ def anneal(
     price: float,
     target_ns: int,
     budget_bytes: int,
-    moves: Any,
+    values: Any,  # storages of forward, in the order in which they are made
+    chances: Any,  # [MOVE_KINDS]
     facts: Any,
     work: Any,
     w: Any,
@@ -231,9 +148,9 @@ def anneal(
             return
         figures.moves += 1
         draw, kind = chance(rng), long(0)
-        while kind < MOVE_KINDS - 1 and draw > moves.chances[kind]:
+        while kind < MOVE_KINDS - 1 and draw > chances[kind]:
             kind += 1
-        n_log = propose(kind, moves, retaining, w)
+        n_log = propose(kind, values, retaining, w)
         if not n_log:
             figures.steps += IDLE
             continue

@@ -1,6 +1,6 @@
 """Simulated annealing: from one plan's state to a cheaper one within the budget.
 
-A walk chooses what is saved: a move turns one value or two neighbours, or a whole stretch of forward at a time
+A walk chooses what is saved: a move turns one value or two neighbours
 (`simulator.kernels.anneal`); what becomes of rebuilt values follows from that (`simulator.kernels.retain`). Every move
 is judged by the exact evaluation. Being over the budget is allowed on the way, at a price that rises while the walk
 stays over it and falls while it does not (strategic oscillation), because the way between two good plans often leads
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
-from simulator.kernels.anneal import BORDER_AT, HIGHEST, MOVE_KINDS, TALLY, VALUE, Moves, Walked, anneal
+from simulator.kernels.anneal import MOVE_KINDS, TALLY, Walked, anneal
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 from simulator.kernels.walk import pack_rows
 from simulator.planners.mu_two import Found
@@ -37,9 +37,8 @@ MOST_STEPS: Final = 1_400_000  # and the most steps between two, some 50 ms: the
 DEARER, CHEAPER = 1.1, 0.96
 ROOM: Final = 4  # a state with more steps than so many times those of the first is not looked at
 NOT_WALKED: Final = 1 << 62
-MOST_CROSSING: Final = 64
 # How often each kind of move is made, in the order in which `kernels.anneal` numbers them.
-CHANCES: Final = (0.30, 0.30, 0.20, 0.10, 0.10)
+CHANCES: Final = (0.40, 0.35, 0.25)
 
 
 class Annealer:
@@ -55,12 +54,13 @@ class Annealer:
         candidates = [s for s in problem.candidates if nbytes[s] >= least]
         # Values that backward does not read are saved for the sake of recomputations alone.
         links = [s for s in ev.made_forward if nbytes[s] >= least and problem.recompute_only[s]]
-        self.values = sorted((*candidates, *links), key=lambda s: (ev.producer[s], s)) if candidates else []
+        values = sorted((*candidates, *links), key=lambda s: (ev.producer[s], s)) if candidates else []
+        self.values = np.array(values, np.int32)
         times = [t for t in (ev.time_ns[ev.producer[s]] for s in candidates) if t]
         self.unit_ns = float(median(times)) if times else 1.0
         assert len(CHANCES) == MOVE_KINDS
         self.rng = np.array([(2 * seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)], np.uint64)  # never 0
-        self.moves, self.retaining = self._moves(), self._retaining()
+        self.chances, self.retaining = np.cumsum(CHANCES), self._retaining()
 
     def run(
         self,
@@ -82,7 +82,7 @@ class Annealer:
             target_ns: a time of the step that is good enough to end at.
             ns_per_byte: what the last byte of the budget is worth at least.
         """
-        if not self.values or steps <= 0:
+        if not len(self.values) or steps <= 0:
             return self.best
         hot, cold = heat * HOT * self.unit_ns, COLD * self.unit_ns
         price = max(PRICE * HOT * self.unit_ns / max(1, self.largest), MARGIN * ns_per_byte)
@@ -93,25 +93,6 @@ class Annealer:
             walk.go(until, temperature, price, target_ns - self.evaluator.base_time_ns)
             price *= DEARER if walk.over else CHEAPER
         return self.best
-
-    def _moves(self) -> Moves:
-        ev, sts = self.evaluator, self.evaluator.trace.storages
-        made = [ev.producer[s] for s in self.values]
-        ends = [ev.before[max(sts.last_forward_use[s], 0)] for s in self.values]
-        crossing: list[list[int]] = []  # [position of forward]: what is made up to it and read after it
-        now: list[tuple[int, int]] = []
-        k = 0
-        for p in range(ev.forward):
-            now = [(end, s) for end, s in now if end > p]
-            while k < len(made) and made[k] == p:
-                now += [(ends[k], self.values[k])] if ends[k] > p else []
-                k += 1
-            crossing.append([s for _, s in now] if len(now) <= MOST_CROSSING else [])
-        values, borders = np.zeros(len(made), VALUE), np.zeros(ev.forward + 1, BORDER_AT)
-        values["storage"], values["made"] = self.values, made
-        borders["cross_at"], cross = pack_rows(crossing)
-        borders["cross_bytes"][:-1] = [sum(ev.nbytes[s] for s in c) or HIGHEST for c in crossing]
-        return Moves(values=values, borders=borders, cross=cross, chances=np.cumsum(CHANCES))
 
     def _retaining(self) -> Retaining:
         ev, problem = self.evaluator, self.evaluator.problem
@@ -167,7 +148,7 @@ class Walk:
             evictions=evictions,
             best=np.stack((saved, may_stay)),
             best_evictions=best_evictions,
-            log=np.zeros(2 * len(annealer.values) + 8, np.int32),
+            log=np.zeros(2, np.int32),
             rng=annealer.rng,
             figures=figures,
         )
@@ -187,8 +168,8 @@ class Walk:
         annealer, ev, w = self.annealer, self.annealer.evaluator, self.walked
         before = int(self.figures["best_added_ns"])
         anneal(
-            until, least, temperature, price, target_ns, annealer.budget_bytes, annealer.moves, ev.facts,
-            self.work, w, annealer.retaining,
+            until, least, temperature, price, target_ns, annealer.budget_bytes, annealer.values,
+            annealer.chances, ev.facts, self.work, w, annealer.retaining,
         )  # fmt: skip
         annealer.lowest_peak_bytes = int(self.figures["lowest_peak_bytes"])
         best_ns = int(self.figures["best_added_ns"])

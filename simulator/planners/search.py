@@ -22,7 +22,7 @@ from simulator.core.from_output import taken, with_swaps
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
-from simulator.planners.mu_two import Found, Search, cheapest, tidy
+from simulator.planners.mu_two import Found, Search, cheapest, segmented, tidy
 from simulator.planners.outcome import finish, refuse
 from traces.errors import BudgetError
 from traces.records.plan import Plan
@@ -43,7 +43,7 @@ MOVES_PER_PAIR: Final = 14
 AFRESH: Final = 1.0
 WALKS: Final = ((0.25, 0.04), (AFRESH, 0.06), (0.5, 0.34), (0.25, 0.26), (0.1, 0.16), (0.02, 0.14))
 # For how low a peak can be.
-LOWEST_SECONDS: Final = 0.35
+LOWEST_SECONDS: Final = 1.0
 ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 
 
@@ -109,7 +109,7 @@ def anneal(
     walk = partial(annealer.run, clock=greedy.clock, target_ns=good_enough_ns, ns_per_byte=ns_per_byte)
     for heat, share in WALKS:
         before, afresh = best, heat == AFRESH or best is None
-        start = ev.state() if afresh or best is None else best.state
+        start = ev.state() if heat == AFRESH else segmented(greedy) if best is None else best.state
         found = walk(start, int(share * steps), heat=heat)
         if found is not None:
             tidied = tidy(greedy, found.state.copy())

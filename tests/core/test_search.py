@@ -92,7 +92,7 @@ def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int) -> None:
     """After some moves that are all taken, none is better than a state said to save time."""
     evaluator = Evaluator(Problem(of))
     annealer = Annealer(evaluator, 1 << 40, seed)
-    if not annealer.values:
+    if not len(annealer.values):
         return
     walk = Walk(annealer, evaluator.state())
     walk.go(0, least=20, temperature=1e30, price=0.0, target_ns=-1)

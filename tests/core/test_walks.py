@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
-from simulator.kernels.anneal import BORDER, MOVE_BORDER, MOVE_KINDS, anneal
+from simulator.kernels.anneal import anneal
 from simulator.kernels.compiled import compiled
 from simulator.kernels.retain import retain
-from simulator.planners.annealing import Annealer, Walk, state_of
+from simulator.planners.annealing import Annealer, state_of
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.records.trace import Trace
@@ -121,25 +121,6 @@ def chain(length: int) -> Trace:
         for k in reversed(range(length))
     ]
     return trace([*forward, first, *backward], {"x": 0})
-
-
-@pytest.mark.parametrize("kind", [BORDER, MOVE_BORDER])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_border_is_all_that_is_left_of_a_stretch(kind: int, seed: int) -> None:
-    """In a chain each position is crossed by the one value made there. Of those kept, a move releases neighbours, but
-    for one; and what it keeps is one value at most."""
-    evaluator = Evaluator(Problem(chain(30)))
-    annealer = Annealer(evaluator, 1 << 40, seed)
-    walk = Walk(annealer, evaluator.state())
-    annealer.moves.chances[:] = np.cumsum([float(k == kind) for k in range(MOVE_KINDS)])
-    walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
-    released = [k for k, s in enumerate(annealer.values) if not walk.walked.saved[s]]
-    if released:
-        left = set(range(released[0], released[-1] + 1)) - set(released)
-        assert len(left) <= 1
-    walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
-    again = [k for k in released if walk.walked.saved[annealer.values[k]]]
-    assert len(again) <= 1
 
 
 def test_a_walk_finds_the_checkpoints_of_a_chain() -> None:
