@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +192,43 @@ def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(t
     found, predicted = rehearse(spec, "h100"), untouched_peaks(api.simulate(trace(spec, target="h100")))
     assert found.steady.requested_bytes == predicted.steady.peak_allocated_bytes
     assert found.figures.peak_reserved_bytes == predicted.steady.peak_reserved_bytes
+
+
+@pytest.mark.slow
+def test_autotuning_times_nothing_and_takes_the_first_choice_that_compiles(tmp_path: Path) -> None:
+    """Forward and backward of flex attention, whose choices are Triton's alone."""
+    text = """
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+        from torch._inductor import select_algorithm
+
+        class Timed(Exception): pass
+        def timed(*args, **kwargs): raise Timed
+        select_algorithm.AlgorithmSelectorCache.make_precompile_fn = timed
+        flex = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
+        w = torch.nn.Parameter(torch.randn(1, 2, 128, 64, device="cuda"))
+        optimizer = torch.optim.SGD([w])
+        for _ in range(2):
+            flex(w, w, w).sum().backward()
+            optimizer.step()
+    """
+    assert rehearse(script(tmp_path, dedent(text)), "h100").fits
+
+
+def test_choices_that_the_gpu_cannot_run_are_passed_over() -> None:
+    from tracer.rehearsal.watch import first_that_compiles
+
+    def choice(fails: bool) -> Any:
+        def precompile() -> None:
+            if fails:
+                raise RuntimeError("out of shared memory")
+
+        return SimpleNamespace(precompile=precompile)
+
+    bad, good, other = choice(True), choice(False), choice(False)
+    assert first_that_compiles([bad, good, other]) == [good]
+    assert first_that_compiles([bad]) == [bad]
+    assert first_that_compiles([bad, bad]) == [bad, bad]
 
 
 def test_cublas_has_the_version_of_the_library_that_torch_loaded(tmp_path: Path) -> None:
