@@ -191,17 +191,17 @@ def page_of(of: list[dict[str, Any]]) -> str:
 
 
 def readme(of: list[dict[str, Any]]) -> str:
-    """The README's table: by source, how far the worst row is off, and how many figures are met to the byte."""
-    lines = ["| measured by others | figures | rehearsed: 0 bytes off, worst |", "|---|--:|--:|"]
-    sources: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {}
+    """The README's table: by source, how many figures are met to the byte, and how far the worst is off."""
+    lines = ["| measured by others | requested | allocated | reserved |", "|---|--:|--:|--:|"]
+    sources: dict[str, list[dict[str, Any]]] = {}
     for r in of:
-        for f in r["measured"]:
-            sources.setdefault((r["source"].split("@")[0].split(" ")[0], f), []).append((r, f))
-    for (source, figure), found in sources.items():
-        cells = [f"{source}, {figure}", str(len(found))]
-        off = [r["rehearsed"][f] for r, f in found if f in r["rehearsed"]]
-        worst = max((f["off_percent"] for f in off), key=abs)
-        cells.append(f"{sum(not f['off_bytes'] for f in off)} of {len(off)}, {worst:+.2f} %")
+        sources.setdefault(r["source"].split("@")[0].split(" ")[0], []).append(r)
+    for source, found in sources.items():
+        cells = [source]
+        for figure in FIGURES:
+            off = [r["rehearsed"][figure] for r in found if figure in r["measured"]]
+            worst = max((f["off_percent"] for f in off), key=abs, default=0.0)
+            cells.append(f"{sum(not f['off_bytes'] for f in off)} of {len(off)}, {worst:+.2f} %" if off else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

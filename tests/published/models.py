@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-SIZES = {"medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20), "2.7B": (2560, 10240, 32, 32)}
+SIZES = {
+    "small": (768, 3072, 12, 12),
+    "medium": (1024, 4096, 24, 16),
+    "large": (1280, 5120, 36, 20),
+    "xl": (1600, 6400, 48, 25),
+    "2.7B": (2560, 10240, 32, 32),
+}
 VOCABULARY = 10_000
 
 
