@@ -324,3 +324,20 @@ def test_a_loss_that_takes_a_gradient_through_the_model(create_graph: bool) -> N
         return y.mean() + (g.norm(2, 1) - 1).square().mean()
 
     assert "gradient penalty" in refused(linear, lambda: (x, x), loss)
+
+
+def test_a_model_that_asks_for_values_or_sizes_when_it_is_made_is_made_in_memory_first() -> None:
+    """As timm's RegNets ask for the widths that differ."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tracer.step.context import made_with_values
+
+    for ask in (lambda: torch.arange(4).unique(), lambda: torch.arange(4).sum().item()):
+
+        def make(ask: Any = ask) -> nn.Module:
+            ask()
+            return nn.Linear(4, 4)
+
+        with FakeTensorMode() as mode:
+            model = made_with_values(make)
+        assert all(p.fake_mode is mode for p in model.parameters())

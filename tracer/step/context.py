@@ -13,6 +13,7 @@ from torch.utils import swap_tensors
 
 from tracer.torch_api import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     detect_fake_mode,
     replaced,
@@ -129,7 +130,7 @@ def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
     with initialisers_without_values():
         try:
             return make()
-        except DataDependentOutputException:
+        except (DataDependentOutputException, DynamicOutputShapeException):
             if (mode := detect_fake_mode()) is None:
                 raise
     with outside_fake_mode():
