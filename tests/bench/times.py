@@ -3,12 +3,12 @@
 python -m tests.bench.times [-o FILE.json] [--table FILE.md]
 
 The rows are tests/published/times.csv: models of timm in their benchmark (AMP, SGD), and the transformers of Stanford's
-course CS336 (forward and backward, with or without the course's AdamW), by the mean step time that was published.
-Sources: see SOURCES. Half of the rows, every second of each GPU's, is the fitted half: the efficiencies are chosen
-for it and judged on the other. Every row is added to FILE as soon as it is there. No GPU is needed, nor torch's CUDA code.
+course CS336 (forward and backward, with or without the course's AdamW), by the mean step time that was published (see
+SOURCES). Every second row of each GPU is fitted: the efficiencies are chosen for these rows and judged on the others.
+Every row is added to FILE as soon as it is there. Needs no GPU, and no CUDA build of torch.
 
 Counts: the sum of the times of all ops, each by itself. Ignores: what the host takes to ask for them, which decides
-where a GPU is faster than Python; the predicted time then lies below the measured, and `host_us` says by how much an op.
+where a GPU is faster than Python; what is measured is then more than what is predicted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from tests.published.models import SIZES, VOCABULARY, AdamW, Transformer, cross_entropy
+from tests.published.models import SIZES, AdamW, Transformer, cross_entropy
 from tracer import trace
 from tracer.costs import roofline
 from traces.devices import Device, device
