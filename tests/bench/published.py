@@ -201,7 +201,9 @@ def readme(of: list[dict[str, Any]]) -> str:
         for figure in FIGURES:
             off = [r["rehearsed"][figure] for r in found if figure in r["measured"]]
             worst = max((f["off_percent"] for f in off), key=abs, default=0.0)
-            cells.append(f"{sum(not f['off_bytes'] for f in off)} of {len(off)}, {worst:+.2f} %" if off else "")
+            cells.append(
+                f"{sum(not f['off_bytes'] for f in off)} of {len(off)}, {worst:+.2f} %" if off else ""
+            )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
