@@ -276,8 +276,29 @@ def cheapest(search: Search) -> Found | None:
 
 
 def tidy(search: Search, state: State) -> Found:
-    """Save again what can be, and then what others make room for at less cost; ends when time is over."""
-    return exchanged(search, search.save_again(state))
+    """Save again what can be, take back evictions, and save what others make room for at less cost; ends when time is
+    over."""
+    found = search.save_again(state)
+    if found.state.evictions:
+        found = search.save_again(unevicted(search, found).state)
+    return exchanged(search, found)
+
+
+def unevicted(search: Search, found: Found) -> Found:
+    """The plan without the evictions of rebuilt values that neither the budget nor the time asks for."""
+    state, best_ns = found.state.copy(), found.time_ns
+    for k, s in [(k, s) for k, each in sorted(state.evictions.items()) for s in each]:
+        if search.clock.over:
+            break
+        before, left = state.evictions, tuple(x for x in state.evictions[k] if x != s)
+        state.evictions = {j: e for j, e in {**before, k: left}.items() if e}
+        peak_bytes, added_ns, _, _ = search.walk(state)
+        time_ns = search.evaluator.base_time_ns + added_ns
+        if peak_bytes <= search.budget_bytes and time_ns <= best_ns:
+            best_ns = time_ns
+        else:
+            state.evictions = before
+    return Found(state=state, time_ns=best_ns)
 
 
 def exchanged(search: Search, found: Found) -> Found:

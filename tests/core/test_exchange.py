@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.core.problem import Problem
-from simulator.planners.mu_two import Search, exchanged, tidy
+from simulator.planners.mu_two import Found, Search, exchanged, tidy, unevicted
 from tests.strategies import traces
-from tests.tiny import bwd, fwd, trace
+from tests.tiny import bwd, chain, fwd, trace
+from tests.walked import state_of
+from traces.records.plan import Action
 from traces.records.trace import Trace
 
 HUGE = 100_000  # makes values of 10 bytes negligible to the greedy, which looks from 100,000 / 4,096 = 24 bytes on
@@ -80,3 +82,14 @@ def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: 
     assert timeline.step_time_ns == tidied.time_ns
     assert timeline.peak_allocated_bytes <= search.budget_bytes
     assert search.evaluator.cost(better.state)[1] == better.time_ns
+
+
+def test_an_eviction_that_nothing_asks_for_is_taken_back() -> None:
+    """x1 is made again for g5, evicted although there is room, and made once more."""
+    of = chain(5)
+    search, x1 = Search(Problem(of), 1 << 40), of.storages.name.index("x1")
+    state = state_of(search.evaluator, [Action(storage=x1, evict_after=(search.evaluator.forward,))])
+    found = Found(state=state, time_ns=search.evaluator.cost(state)[1])
+    better = unevicted(search, found)
+    assert (found.state.evictions, better.state.evictions) == ({search.evaluator.forward: (x1,)}, {})
+    assert better.time_ns <= found.time_ns
