@@ -112,7 +112,7 @@ def compose(folder: Path) -> Composed:
     told = read_json(folder / STEP)
     used, stretches = dict(told["graphs"]), [Stretch(*mark) for mark in told["marks"]]
     count = Counter((s.what, s.block) for s in stretches)
-    blocks = [b for b in used if count[FORWARD, b] == count[BACKWARD, b] == 1]
+    blocks = [b for b, g in used.items() if g >= 0 and count[FORWARD, b] == count[BACKWARD, b] == 1]
     kinds = [s.what for s in stretches if s.block in blocks]
     if not blocks or FORWARD in kinds[kinds.index(BACKWARD) :]:
         raise SpecError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,17 +79,15 @@ class _Saving(Compiler):
         super().__init__(budget="100%")
         self.traces: list[Trace] = []
         self.given: list[Any] = []  # the arguments of the last call, None for what is no tensor
-        self.arguments: list[
-            dict[int, int]
-        ] = []  # of each graph: storages, and their places among its arguments
+        # Of each graph: storages, and their places among its arguments.
+        self.arguments: list[dict[int, int]] = []
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
         run = super().__call__(module, examples)
 
         def call(*given: Any) -> Any:
-            self.given = [
-                StorageWeakRef(x.untyped_storage()) if isinstance(x, torch.Tensor) else None for x in given
-            ]
+            tensors = [x if isinstance(x, torch.Tensor) else None for x in given]
+            self.given = [None if x is None else StorageWeakRef(x.untyped_storage()) for x in tensors]
             return run(*given)
 
         return torch.compiler.disable(call)
@@ -103,15 +102,9 @@ class _Saving(Compiler):
         }
         self.traces.append(trace_of(program, graph.kind, **header))
         holders = program.captured.graph_module.graph.find_nodes(op="placeholder")
-        places = dict(enumerate(x.kind == ARGUMENT for x in graph.inputs))  # tangents come behind
-        self.arguments.append(
-            {
-                s: n.meta[PLACE]
-                for n in holders
-                for s in program.storage_of[n]
-                if places.get(n.meta.get(PLACE))
-            }
-        )
+        place_of = {s: n.meta.get(PLACE) for n in holders for s in program.storage_of[n]}
+        wanted = [k for k, x in enumerate(graph.inputs) if x.kind == ARGUMENT]  # tangents come behind
+        self.arguments.append({s: k for s, k in place_of.items() if k in wanted})
         return program, ()
 
 
@@ -120,14 +113,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self._compiler = _Saving()
-        self._graphs: dict[str, int] = {}  # of the blocks in the order of their calls
+        self._graphs: dict[str, int] = {}  # of the blocks in the order of their calls; -1: it ran as none
         self._refs: list[StorageWeakRef] = []  # of blocks' arguments, each of which has its number here
         self._inputs: dict[
             str, dict[int, int]
         ] = {}  # of each block: storages of its graph, and those numbers
-        self._marks: list[
-            list[Any]
-        ] = []  # what begins, of which block, and the peak until the next, in bytes
+        # What begins, of which block, and the peak until the next, in bytes.
+        self._marks: list[list[Any]] = []
 
     def watch(self, model: nn.Module) -> None:
         """Record the calls of its blocks from now on."""
@@ -141,8 +133,8 @@ class Recorder:
     def mark(self, what: str, path: str = "") -> None:
         """Something begins."""
         if self._marks:
-            self._marks[-1][2] = max(self._marks[-1][2], _peak_bytes())
-        _reset()
+            self._marks[-1][2] = int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+        torch.cuda.reset_peak_memory_stats()
         self._marks.append([what, path, 0])
 
     def _begin(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -157,19 +149,24 @@ class Recorder:
             self._graphs, self._marks, self._refs, self._inputs = {}, [], [], {}
             _on_gradient((args, kwargs), lambda: self.mark(REST))
         self.mark(FORWARD, path)
-        self._before = [c.graph.steps for c in self._compiler.compiled]
+        self._before = self._steps()
 
     def _end(self, path: str, block: nn.Module, made: Any) -> None:
         if not trains(block):
             return
-        now = [c.graph.steps for c in self._compiler.compiled]
-        before = [*self._before, *([0] * len(now))]
-        graph = self._graphs[path] = next(k for k, n in enumerate(now) if n > before[k])
-        self._inputs[path] = {
-            s: self._number(self._compiler.given[k]) for s, k in self._compiler.arguments[graph].items()
-        }
+        served = [
+            k
+            for k, (was, now) in enumerate(zip_longest(self._before, self._steps(), fillvalue=0))
+            if now > was
+        ]
+        self._graphs[path] = graph = served[0] if served else -1
+        places = self._compiler.arguments[graph] if served else {}
+        self._inputs[path] = {s: self._number(self._compiler.given[k]) for s, k in places.items()}
         _on_gradient(made, lambda: self.mark(BACKWARD, path))
         self.mark(LOSS)
+
+    def _steps(self) -> list[int]:
+        return [c.graph.steps for c in self._compiler.compiled]
 
     def _number(self, ref: StorageWeakRef) -> int:
         """The number of a storage; while it is referred to, no other has its address."""
@@ -196,11 +193,3 @@ def _on_gradient(values: Any, do: Callable[[], None]) -> None:
     tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor) and x.requires_grad]
     if tensors:
         tensors[0].register_hook(lambda _: do())
-
-
-def _peak_bytes() -> int:
-    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
-
-
-def _reset() -> None:
-    torch.cuda.reset_peak_memory_stats()

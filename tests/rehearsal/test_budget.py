@@ -100,10 +100,12 @@ def test_an_impossible_budget_is_refused_with_the_floor(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_of_several_micro_batches_is_planned_by_its_last(tmp_path: Path) -> None:
-    program = script(tmp_path, ALONE)
+def test_a_step_of_several_micro_batches_is_planned_by_its_last_without_frozen_blocks(tmp_path: Path) -> None:
+    frozen = "for m in (model.embedding, model.layers[0]):\n    m.requires_grad_(False)\noptimizer ="
+    program = script(tmp_path, ALONE.replace("optimizer =", frozen))
     found = answer_of(plan_for(program, "80%"))
     assert found["within_budget"]
+    assert found["predicted"]["blocks"] == LAYERS - 1
     assert found["rehearsals"]["plan"]["gpu_bytes"] <= found["budget_bytes"]
     kept = answer_of(plan_for(program, f"{9 * GIB}"))
     assert kept["within_budget"]
