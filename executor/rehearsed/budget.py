@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from executor.rehearsed.compose import Composed, compose
+from simulator.bounds import bounder_of
 from simulator.core.limits import parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible, percent
@@ -99,6 +100,7 @@ def _rehearsed(
     """The cheapest plan that kept the budget, and its rehearsal."""
     problem = Problem(step.trace)
     before, beside = problem.saved.timeline, _beside(saved)
+    bound = bounder_of(problem).bound(max(1, limit - saved.outside_bytes))
     best: tuple[float, Rehearsal, BlockPlans] | None = None
     within, lowest, seen = limit - beside, saved.gpu_bytes, set[tuple[Action, ...]]()
     for _ in range(MOST_PLANS):
@@ -116,7 +118,7 @@ def _rehearsed(
             "gpu_bytes": needs,
             "added_percent": round(added, 3),
             "added_ns": after.step_time_ns - before.step_time_ns,
-            "bound_percent": answer.bound and answer.bound.to_json()["overhead_percent"],
+            "bound_percent": bound.to_json()["overhead_percent"],
             "blocks": len(step.placed),
         }
         plans = BlockPlans(
@@ -142,11 +144,15 @@ def _rehearsed(
 def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> BudgetError:
     assert isinstance(answer.refusal, Infeasible)
     figures = answer.refusal.figures
-    lowest, floor = figures["lowest_peak_bytes"] + beside, figures["floor"]["peak_allocated_bytes"] + beside
+    lowest, floor = (
+        figures["lowest_peak_bytes"] + beside,
+        figures["floor"]["peak_allocated_bytes"] + saved.outside_bytes,
+    )
+    outside, beyond = show_bytes(saved.outside_bytes), show_bytes(beside - saved.outside_bytes)
     return BudgetError(
         f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
-        f"{show_bytes(lowest)}, and none goes below {show_bytes(floor)}; {show_bytes(saved.outside_bytes)} of it lie "
-        f"outside of torch, and torch reserves {show_bytes(beside - saved.outside_bytes)} beyond what is asked of it. "
+        f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}, {outside} of it outside of torch, and torch reserves "
+        f"more than is asked of it ({beyond} with everything saved). "
         "Give a larger budget, more ranks, or a smaller micro-batch: half of it would take about "
         f"{show_bytes(_half_the_batch(saved))} without a plan."
     )

@@ -24,7 +24,7 @@ from executor.training.module import STATE, apply_plan, install, trains
 from executor.training.wrapped import blocks_of, inside
 from tracer.capture.joint import ARGUMENT, PLACE
 from tracer.record.program import Program
-from tracer.torch_api import current_graph_task, pytree
+from tracer.torch_api import current_graph_task, is_traceable_wrapper_subclass, pytree
 from traces.errors import SpecError
 from traces.files import canonical_json, write_text
 from traces.records import store
@@ -144,6 +144,11 @@ class Recorder:
             raise SpecError(
                 f"{path} runs again in backward: the script checkpoints its blocks itself, which the plan is to do; "
                 "leave its checkpointing out."
+            )
+        if any(is_traceable_wrapper_subclass(p) for p in block.parameters()):  # also where they are gathered
+            raise SpecError(
+                f"the parameters of {path} are DTensors while it runs (tensor parallel), and plans of blocks are for "
+                "data-parallel ranks; rehearse without --budget."
             )
         if not self._graphs or path in self._graphs:
             self._graphs, self._marks, self._refs, self._inputs = {}, [], [], {}

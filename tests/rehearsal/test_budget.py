@@ -95,7 +95,7 @@ def test_an_impossible_budget_is_refused_with_the_floor(tmp_path: Path) -> None:
     program = script(tmp_path, ALONE)
     done = plan_for(program, "1GiB")
     assert done.exit_code == 1
-    assert "none goes below" in done.output
+    assert "None goes below" in done.output
     assert "half of it would take about" in done.output
 
 
@@ -144,6 +144,17 @@ def applied(model):
     done = plan_for(script(tmp_path, code), "600MiB")
     assert done.exit_code == 2
     assert why in done.output
+
+
+@pytest.mark.slow
+def test_tensor_parallel_blocks_are_refused(tmp_path: Path) -> None:
+    model = (
+        RANK.replace("MODEL", 'tensor_parallel(dist.init_device_mesh("cuda", (8,)))')
+        .replace("ddp,", "tensor_parallel,")
+        .replace("adamw(model)", "adamw(model, foreach=False)")
+    )
+    done = plan_for(script(tmp_path, model), "600MiB", "--ranks", "8")
+    assert (done.exit_code, "are DTensors while it runs" in done.output) == (2, True)
 
 
 def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
