@@ -211,6 +211,8 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
         lines.append(f"    {other.what}: {show_bytes(other.gpu_bytes)}{added} ({how})")
     if output:
         lines.append(f"  wrote {output}: apply_plan(model, {str(output)!r}) trains by it")
+    if told["alloc_conf"]:
+        lines.append(f"  set PYTORCH_ALLOC_CONF={told['alloc_conf']} before torch is imported")
     return "\n".join([*lines, *(w for w in _warnings(found.planned or first))])
 
 

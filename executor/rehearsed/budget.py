@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -22,6 +23,8 @@ from traces.units import show_bytes
 
 MOST_PLANS: Final = 3  # that are rehearsed
 CLOSE: Final = 0.01  # of the budget, that a plan may leave
+# What torch reserves beyond what plans ask for is then small, and no matter of chance.
+SEGMENTS: Final = "expandable_segments:True"
 RECORD: Final = "executor.rehearsed.record:recording"
 PLANNED: Final = "executor.rehearsed.record:planned"
 Run = Callable[..., Rehearsal]  # a rehearsal with further arguments of `tracer.rehearsal.run.rehearse`
@@ -65,7 +68,8 @@ class Found:
 def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[str], None]) -> Found:
     """Rehearse untouched, with the blocks recorded, and by plans, until one keeps the budget.
 
-    A plan that takes more or clearly less than the budget tells how far to tighten or loosen what it was made for.
+    Unless they are given, the allocator's settings are SEGMENTS from there on. A plan that takes more or clearly less
+    than the budget tells how far to tighten or loosen what it was made for.
 
     Args:
         budget: of what nvidia-smi would show, in bytes, or a share of what it shows untouched.
@@ -77,6 +81,7 @@ def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[st
     say("Rehearsing it untouched ...")
     untouched = run()
     limit = parse_budget(budget, untouched.gpu_bytes)
+    run = partial(run, alloc_conf=untouched.environment.get("alloc_conf") or SEGMENTS)
     if untouched.gpu_bytes <= limit:
         return Found(budget_bytes=limit, untouched=untouched)
     with TemporaryDirectory() as name:
@@ -120,6 +125,7 @@ def _rehearsed(
             "added_ns": after.step_time_ns - before.step_time_ns,
             "bound_percent": bound.to_json()["overhead_percent"],
             "blocks": len(step.placed),
+            "alloc_conf": saved.environment["alloc_conf"],
         }
         plans = BlockPlans(
             model=saved.model, plans=step.plans(actions, answer.found.plan.planner), predicted=predicted
@@ -151,8 +157,8 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
     outside, beyond = show_bytes(saved.outside_bytes), show_bytes(beside - saved.outside_bytes)
     return BudgetError(
         f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
-        f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}, {outside} of it outside of torch, and torch reserves "
-        f"more than is asked of it ({beyond} with everything saved). "
+        f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}, {outside} of it outside of torch, and torch "
+        f"reserves more than is asked of it ({beyond} with everything saved). "
         "Give a larger budget, more ranks, or a smaller micro-batch: half of it would take about "
         f"{show_bytes(_half_the_batch(saved))} without a plan."
     )
