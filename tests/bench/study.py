@@ -1,0 +1,694 @@
+"""The study of the course as one page: ResNet-152 and BERT, from the gallery's traces; nothing is traced or run anew.
+
+python -m tests.bench.study -o study.html [--svg study.svg] [--gallery FOLDER] [--budgets 90%,60%] [--seconds 2]
+
+The page has what Harvard's CS265 systems project asks for (activation checkpointing by μ-TWO): what a step computes
+and holds, first and last uses, the parts of the peak, peak and latency against the batch size with and without
+checkpointing. Beyond that it sets every planner beside the certified bound, and says what of the search matters.
+`--svg` writes its main chart as a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import click
+
+from simulator.bounds import bounder_of
+from simulator.core.limits import Levers
+from simulator.core.problem import Problem, peak_by_category
+from simulator.levers import UNASKED
+from simulator.planners import mu_two, search
+from simulator.planners.mu_two import Found, Search
+from simulator.planners.outcome import Infeasible, where
+from simulator.prediction.ask import Answer, ask, question
+from simulator.prediction.loop_peaks import peaks_table
+from simulator.prediction.step import provenance as figures_from
+from simulator.report import charts
+from simulator.report.page import Block, Chart, Page, Section, Text, needed, write_page
+from simulator.report.step import PEAKS_CAPTION, Activation, activations, memory, target_text
+from simulator.report.sweep import _against_batch, _errors
+from simulator.show.tables import CODE, NUMBER, Cell, Table, no, percent_cell, table
+from simulator.studies.sweep import Sweep
+from traces.errors import LowtideError, SpecError
+from traces.files import write_text
+from traces.records.store import load
+from traces.records.trace import (
+    ACTIVATION,
+    BACKWARD,
+    CATEGORIES,
+    FORWARD,
+    OPTIMIZER_STATE,
+    PARAMETER,
+    PHASES,
+    Trace,
+)
+from traces.units import MIB, bytes_unit, show_bytes, show_percent, show_time
+
+PLANNERS: Final = {
+    "mu-two-paper": charts.ORANGE,
+    "mu-two": charts.BLUE,
+    "search": charts.RED,
+    "checkpoint-sequential": charts.SKY,
+    "per-block": charts.PINK,
+    "sqrt-n": charts.GREEN,
+}
+IN_WORDS: Final = {"mu-two-paper": "μ-TWO as printed", "mu-two": "μ-TWO corrected"}
+BOUND: Final = "certified bound"
+TITLES: Final = {"resnet152": "ResNet-152", "bert-base": "BERT-base"}
+DETAILED: Final = {"resnet152": 32, "bert-base": 16}  # the batch sizes that are looked into
+ONE: Final = "60%"  # the budget where one is enough
+CPU: Final = "CPU"
+MOST_BARS: Final = 300
+MOST_KINDS: Final = 10
+METHOD: Final = (
+    "Question: how much of a training step's memory can be traded for computation, at what price, and how near the "
+    "least possible price do μ-TWO as printed, μ-TWO corrected, the classic schemes and a search come?",
+    "Method: each step is one recorded graph of forward, backward and optimizer, and every plan is replayed op by op "
+    "with all that a recomputation itself holds; a plan whose peak is over its budget counts as none.",
+    "Beside the plans stands a certified bound, which no plan that keeps the order of the ops can beat; a budget is a "
+    "share of the peak with everything saved.",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step."""
+
+    model: str
+    path: Path
+    trace: Trace
+
+    @cached_property
+    def problem(self) -> Problem:
+        return Problem(self.trace)
+
+    @property
+    def batch(self) -> int:
+        return self.trace.meta.batch_size
+
+    @property
+    def title(self) -> str:
+        length = self.trace.meta.options.get("seq_len")
+        return f"{TITLES.get(self.model, self.model)}, batch {self.batch}" + (
+            f" × {length}" if length else ""
+        )
+
+    @property
+    def source(self) -> str:
+        """Where its figures come from, to end a caption with."""
+        memory, _, _ = figures_from(self.trace.meta).partition(" (")
+        return f" [memory {memory}; times by {self.trace.origin}]"
+
+
+def steps_of(gallery: Path) -> list[Step]:
+    """Every step of the gallery's sweeps for a GPU, by model and batch. Raises SpecError: there is none."""
+    found = [
+        Step(path.parent.name.rpartition("-")[0], path, load(path))
+        for path in gallery.glob("*-h200/trace-b*")
+        if path.is_dir()
+    ]
+    if not found:
+        raise SpecError(f"{gallery} holds no sweeps for a GPU (*-h200/trace-b*); give the gallery's folder.")
+    return sorted(found, key=lambda s: (s.model != "resnet152", s.model, s.batch))
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the page is made of."""
+
+    gallery: Path
+    budgets: tuple[str, ...]
+    seconds: float
+    say: Callable[[str], None]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return steps_of(self.gallery)
+
+    @cached_property
+    def looked_into(self) -> list[Step]:
+        """One step of each model."""
+        best = {s.model: s for s in self.steps}
+        best |= {s.model: s for s in self.steps if s.batch == DETAILED.get(s.model)}
+        return list(best.values())
+
+    @cached_property
+    def measured(self) -> dict[str, Sweep]:
+        """What was measured on a CPU, by folder."""
+        return {
+            path.parent.name: Sweep.load(path)
+            for path in sorted(self.gallery.glob("*-cpu/sweep.json"), reverse=True)
+        }
+
+    def ask(self, step: Step, planner: str, budget: str, levers: Levers | None = None) -> Answer:
+        """A planner's answer, by recomputation alone where no levers are given."""
+        self.say(f"{step.title}, {budget}, {planner}")
+        asks = question(budget, planner=planner, seconds=self.seconds)
+        asks = asks.of_planner() if levers is None else replace(asks, levers=levers)
+        return ask(step.problem, asks, refusals=(LowtideError,))
+
+    @cached_property
+    def answers(self) -> dict[tuple[str, int, str, str], Answer]:
+        """By model, batch, budget and planner: for one budget of all steps, for all of those looked into."""
+        return {
+            (step.model, step.batch, budget, planner): self.ask(step, planner, budget)
+            for step in self.steps
+            for budget in dict.fromkeys((ONE, *(self.budgets if step in self.looked_into else ())))
+            for planner in PLANNERS
+        }
+
+    def found(self, step: Step, planner: str = "search", budget: str = ONE) -> Answer:
+        return self.answers[step.model, step.batch, budget, planner]
+
+    def page(self) -> Page:
+        of_each = [
+            ("Computation and memory statistics", statistics),
+            ("First and last use of activations", lifetimes),
+            ("Peak breakdown", breakdown),
+        ]
+        sections = [
+            Section("Question and method", (*map(Text, METHOD),)),
+            *(Section(title, make(self)) for title, make in of_each),
+            Section("Peak memory and latency against batch size", against_batch(self)),
+            Section("Planners beside the bound", beside_the_bound(self)),
+            Section("What of the search matters", ablations(self)),
+            Section("What was measured where", (measured_where(self),)),
+        ]
+        numbered = [replace(s, title=f"{k}. {s.title}") for k, s in enumerate(sections, 1)]
+        names = " and ".join(TITLES.get(s.model, s.model) for s in self.looked_into)
+        return Page(
+            f"Activation checkpointing by μ-TWO: a study of {names}",
+            "What recomputation saves, what it costs, and how near to the best it is",
+            numbered,
+        )
+
+
+# 2. Statistics
+
+
+def statistics(study: Study) -> tuple[Block, ...]:
+    def resident(s: Step, category: str) -> int:
+        sts = s.trace.storages
+        return sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == category)
+
+    def ops_of(s: Step, phase: str) -> int:
+        return s.trace.ops.phase.count(phase)
+
+    def time_of(s: Step, phase: str) -> int:
+        return sum(t for t, p in zip(s.trace.ops.time_ns, s.trace.ops.phase, strict=True) if p == phase)
+
+    def at_peak(s: Step) -> float:
+        parts = peak_by_category(s.trace, s.problem.saved.schedule, s.problem.saved.timeline)
+        return 100 * parts[ACTIVATION] / sum(parts.values())
+
+    computation = table(
+        study.steps,
+        (
+            ("step", "", lambda s: s.title),
+            *((f"{phase} ops", "count", lambda s, p=phase: ops_of(s, p)) for phase in (FORWARD, BACKWARD)),
+            ("GFLOP", "count", lambda s: round(sum(s.trace.ops.flops) / 1e9)),
+            ("bytes moved", "bytes", lambda s: sum(s.trace.ops.bytes_moved)),
+            *((phase, "time", lambda s, p=phase: time_of(s, p)) for phase in PHASES),
+            ("step", "time", lambda s: s.trace.time_ns),
+        ),
+        caption=f"Computation of one training step with everything saved, and its phases' times{study.steps[0].source}",
+    )
+    held = table(
+        study.steps,
+        (
+            ("step", "", lambda s: s.title),
+            ("storages", "count", lambda s: len(s.trace.storages)),
+            ("parameters", "bytes", lambda s: resident(s, PARAMETER)),
+            ("optimizer state", "bytes", lambda s: resident(s, OPTIMIZER_STATE)),
+            ("activations saved", "bytes", lambda s: sum(a.nbytes for a in activations(s.problem))),
+            ("peak", "bytes", lambda s: s.problem.saved.timeline.peak_allocated_bytes),
+            ("activations, of the peak", "share", at_peak),
+        ),
+        caption=f"Memory of the same steps{study.steps[0].source}",
+    )
+    return computation, held, *(t for s in study.looked_into for t in (by_kind(s), by_categories(s)))
+
+
+def by_kind(step: Step) -> Table:
+    """The costliest kinds of ops."""
+    trace, ops = step.trace, step.trace.ops
+    made = [0] * len(ops)
+    for producer, n in zip(trace.storages.producer, trace.storages.nbytes, strict=True):
+        if producer >= 0:
+            made[producer] += n
+    kinds: dict[str, list[int]] = {}
+    for i in range(len(ops)):
+        row = (1, ops.time_ns[i], ops.flops[i], ops.bytes_moved[i], made[i])
+        kind = kinds.setdefault(target_text(trace, i), [0] * len(row))
+        kind[:] = map(sum, zip(kind, row, strict=True))
+    whole = [sum(column) for column in zip(*kinds.values(), strict=True)]
+    return table(
+        sorted(kinds.items(), key=lambda row: -row[1][1])[:MOST_KINDS],
+        (
+            ("kind of op", CODE, lambda row: row[0]),
+            ("runs", "count", lambda row: row[1][0]),
+            ("time", "time", lambda row: row[1][1]),
+            ("share of time", "share", lambda row: 100 * row[1][1] / max(1, whole[1])),
+            ("GFLOP", "count", lambda row: round(row[1][2] / 1e9, 1)),
+            ("bytes moved", "bytes", lambda row: row[1][3]),
+            ("bytes made", "bytes", lambda row: row[1][4]),
+        ),
+        total=(f"all {len(kinds)} kinds", *whole[:2], 100.0, round(whole[2] / 1e9, 1), *whole[3:]),
+        caption=f"{step.title}: the kinds of ops that take most time{step.source}",
+    )
+
+
+def by_categories(step: Step) -> Table:
+    sts, saved = step.trace.storages, step.problem.saved
+    peak = peak_by_category(step.trace, saved.schedule, saved.timeline)
+    sizes = {
+        c: [n for n, k in zip(sts.nbytes, sts.category, strict=True) if k == c and n] for c in CATEGORIES
+    }
+    return table(
+        [c for c in CATEGORIES if sizes[c] or peak.get(c)],
+        (
+            ("category", "", str),
+            ("storages", "count", lambda c: len(sizes[c])),
+            ("bytes over the step", "bytes", lambda c: sum(sizes[c])),
+            ("largest", "bytes", lambda c: max(sizes[c], default=0)),
+            ("at the peak", "bytes", lambda c: peak.get(c, 0)),
+        ),
+        total=("all", *(sum(map(f, sizes.values())) for f in (len, sum)), "", sum(peak.values())),
+        caption=f"{step.title}: storages by category; workspace is what a running op uses beyond its outputs"
+        f"{step.source}",
+    )
+
+
+# 3. First and last use
+
+
+def lifetimes(study: Study) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    for step in study.looked_into:
+        found, whole_ns = activations(step.problem), max(1, step.trace.time_ns)
+        if not found:
+            blocks.append(Text(f"{step.title}: forward saves nothing for backward."))
+            continue
+        total = max(1, sum(a.nbytes for a in found))
+        half = sum(a.nbytes for a in found if 2 * a.idle_ns >= whole_ns)
+        text = (
+            f"{step.title}: forward saves {len(found):,} activations, {show_bytes(total)}. The first that are made are "
+            f"the last to be used: {show_percent(100 * half / total, digits=0)} of the bytes lie idle for half of the "
+            "step and longer."
+        )
+        plan = study.found(step)
+        again = frozenset() if plan.found is None else plan.found.plan.recomputed
+        actions = {True: charts.RECOMPUTED, False: charts.IS_SAVED}
+        points = [
+            (step.trace.ops.name[a.producer], actions[a.storage in again], a.idle_ns / 1e6, a.nbytes / MIB,
+             f"idle {show_time(a.idle_ns)}, {show_bytes(a.nbytes)}")
+            for a in found[: charts.MOST_POINTS]
+        ]  # fmt: skip
+        blocks += [
+            Text(text),
+            Chart(
+                life_lines(step, found[:MOST_BARS]),
+                f"A line for each of the {min(MOST_BARS, len(found))} largest activations, in the order of their "
+                f"making: grey where forward or backward use it, coloured by its size while it lies idle{step.source}",
+                f"{step.title}: from first to last use",
+            ),
+            Chart(
+                idle_against_size(points),
+                f"Each activation; its colour is what the plan for {ONE} by search does with it. The axis of sizes "
+                f"grows with the root{step.source}",
+                f"{step.title}: idle time and size",
+            ),
+        ]
+    return tuple(blocks)
+
+
+def idle_against_size(points: Sequence[tuple[str, str, float, float, str]]) -> dict[str, Any]:
+    alt = needed("altair")
+    x = alt.X("x:Q").title("idle between forward and backward, ms").axis(tickCount=12)
+    y = alt.Y("y:Q").title("size, MiB").scale(type="sqrt")
+    return charts.dots(points, charts.ACTION_COLOURS, x, y, height=250)
+
+
+def life_lines(step: Step, found: Sequence[Activation]) -> dict[str, Any]:
+    alt, sts, ops = needed("altair"), step.trace.storages, step.trace.ops
+    start = step.problem.saved.timeline.start_ns
+    ends = [*start[1:], step.problem.saved.timeline.step_time_ns]
+    rows = []
+    for k, a in enumerate(sorted(found, key=lambda a: a.producer)):
+        rest, again = (
+            ends[max(sts.last_forward_use[a.storage], a.producer)],
+            start[sts.first_backward_use[a.storage]],
+        )
+        note = f"{show_bytes(a.nbytes)}, idle {show_time(a.idle_ns)}"
+        times = start[a.producer], rest, again, ends[sts.last_backward_use[a.storage]]
+        size = round(a.nbytes / MIB, 3)
+        rows.append((ops.name[a.producer], note, k, size, *(round(t / 1e6, 4) for t in times)))
+    base = charts.drawn("op:N note:N rank:Q size:Q made:Q rest:Q again:Q gone:Q", rows)
+    y = alt.Y("rank:Q").title("activation, by its making").scale(reverse=True, nice=False)
+    x, tips = alt.X("made:Q").title("time in the step, ms").axis(tickCount=12), ["op:N", "note:N"]
+    size = alt.Color("size:Q").scale(scheme="viridis", reverse=True, type="sqrt")
+    size = size.legend(title="size, MiB", titleColor=charts.QUIET, titleFontWeight="normal")
+    thick = max(1.0, 260 / len(rows))
+    life = base.mark_rule(color=charts.GREY, strokeWidth=thick).encode(x, y, x2="gone:Q", tooltip=tips)
+    idle = base.mark_rule(strokeWidth=thick).encode(alt.X("rest:Q"), y, size, x2="again:Q", tooltip=tips)
+    return charts.finish(alt.layer(life, idle), height=260)
+
+
+# 4. The peak
+
+
+def breakdown(study: Study) -> tuple[Block, ...]:
+    parts: dict[str, dict[str, int]] = {}
+    blocks: list[Block] = []
+    for step in study.looked_into:
+        answer = study.found(step)
+        runs = [
+            ("everything saved", answer.asked),
+            *([(f"plan for {ONE}", answer.found)] if answer.found else []),
+        ]
+        for name, c in runs:
+            parts[f"{step.title}: {name}"] = peak_by_category(
+                c.step.trace, c.planned.schedule, c.planned.timeline
+            )
+        last = runs[-1][1]
+        chart = memory(last)
+        blocks.append(
+            replace(chart, title=f"{step.title}: memory over the step", caption=chart.caption + step.source)
+        )
+        blocks.append(peaks_table(last, answer.asked, caption=f"{step.title}. {PEAKS_CAPTION}{step.source}"))
+    text = f"What is allocated at the peak; the parts sum to it. Plans are of search{study.steps[0].source}"
+    return Chart(charts.peak_by_category(parts), text, "At the peak, by category"), *blocks
+
+
+# 5. Against the batch size
+
+
+def against_batch(study: Study) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    for model in dict.fromkeys(s.model for s in study.steps):
+        steps = [s for s in study.steps if s.model == model]
+        for is_bytes, name in ((True, "peak memory"), (False, "iteration latency")):
+            text = (
+                f"Blue: everything saved. Red: checkpointing by each planner for a budget of {ONE}, the dash; without "
+                f"a red bar, the planner has no plan within it. Predicted{steps[0].source}"
+            )
+            spec = small_multiples(study, steps, is_bytes)
+            blocks.append(Chart(spec, text, f"{TITLES.get(model, model)}: {name} against mini-batch size"))
+    for folder, sweep in study.measured.items():
+        title, kind = TITLES.get(sweep.model, sweep.model), f"plan by {sweep.rows[0].planner}"
+        for block in _against_batch(sweep, CPU):
+            assert isinstance(block, Chart)
+            text = (
+                f"Pale: predicted from ops measured on that CPU. Solid: measured; {kind}, the line is its budget "
+                f"[{folder}]"
+            )
+            name = block.title[0].lower() + block.title[1:]
+            blocks.append(replace(block, title=f"{title}, on a CPU: {name}", caption=text))
+        (errors,) = (b for b in _errors(sweep, CPU) if isinstance(b, Table))
+        blocks.append(
+            replace(errors, caption=f"{title}, on a CPU, by batch size. {errors.caption} [{folder}]")
+        )
+    return tuple(blocks)
+
+
+def small_multiples(study: Study, steps: Sequence[Step], is_bytes: bool) -> dict[str, Any]:
+    """A panel for each planner: bars by batch size, with and without it."""
+    alt = needed("altair")
+    ways = {"everything saved": charts.BLUE, "checkpointed": charts.RED}
+    rows: list[tuple[str, int, str, int | None, int | None]] = []
+    for planner in PLANNERS:
+        for step in steps:
+            answer = study.found(step, planner)
+            for way, c in zip(ways, (answer.asked, answer.found), strict=True):
+                t = None if c is None else c.planned.timeline
+                value = t and (t.peak_allocated_bytes if is_bytes else t.step_time_ns)
+                rows.append((planner, step.batch, way, value, answer.budget_bytes if is_bytes else None))
+    top = max([1, *(r[3] or 0 for r in rows)])
+    unit, name = bytes_unit(top) if is_bytes else charts.time_unit(top)
+    show: Callable[[int], str] = show_bytes if is_bytes else show_time
+    base = charts.drawn(
+        "planner:N batch:Q way:N size:Q budget:Q note:N",
+        [
+            (named(p), b, w, "" if v is None else v / unit, "" if u is None else u / unit,
+             "no plan" if v is None else show(v))
+            for p, b, w, v, u in rows
+        ],
+    )  # fmt: skip
+    x = alt.X("batch:O").title("batch").axis(labelAngle=0)
+    y = alt.Y("size:Q").title(f"{'peak' if is_bytes else 'step'}, {name}")
+    tips = ["planner:N", "batch:Q", "way:N", "note:N"]
+    offset = alt.XOffset("way:N").sort(list(ways))
+    layers = [base.mark_bar().encode(x, y, offset, charts.colour("way", ways), tooltip=tips)]
+    if is_bytes:
+        tick = base.mark_tick(color=charts.INK, thickness=2, width={"band": 1})
+        layers.append(tick.encode(x, alt.Y("budget:Q"), tooltip=["budget:Q"]))
+    header = alt.Header(labelColor=charts.QUIET, labelFontSize=12)
+    column = alt.Column("planner:N").sort([named(p) for p in PLANNERS]).header(header).title(None)
+    spec: dict[str, Any] = alt.layer(*layers).properties(width=152, height=170).facet(column).to_dict()
+    return {k: v for k, v in spec.items() if k not in ("$schema", "config")} | {"spacing": 12}
+
+
+# 6. Planners and the bound
+
+
+def beside_the_bound(study: Study) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    for step in study.looked_into:
+        made = {p: sum(study.found(step, p, b).found is not None for b in study.budgets) for p in PLANNERS}
+        least = bounder_of(step.problem).floor
+        share = 100 * least.peak_bytes / step.problem.saved.timeline.peak_allocated_bytes
+        text = (
+            f"{step.title}: of {len(study.budgets)} budgets, "
+            f"{', '.join(f'{named(p)} meets {n}' for p, n in made.items())}. "
+            f"No plan at all can go below {show_percent(share, digits=1)} of the peak with everything saved, "
+            f"which {where(step.trace, least.op)} needs."
+        )
+        caption = (
+            "Added time, of the step with everything saved, against the budget. Grey: no plan can be there, certified. "
+            f"A line ends where its planner finds no plan; the axis grows with the root. Predicted{step.source}"
+        )
+        blocks += [
+            Text(text),
+            Chart(added_time(study, step), caption, f"{step.title}: added time against budget"),
+            added_table(study, step),
+        ]
+    return tuple(blocks)
+
+
+def named(planner: str) -> str:
+    return IN_WORDS.get(planner, planner)
+
+
+def added(answer: Answer) -> float | None:
+    return None if answer.found is None else answer.found.overhead_percent
+
+
+def least(answer: Answer) -> float | None:
+    bound = answer.bound
+    return bound.overhead_percent if bound and bound.feasible else None
+
+
+def added_time(study: Study, step: Step) -> dict[str, Any]:
+    """A line for each planner, over what the bound rules out."""
+    alt = needed("altair")
+    shares = {b: float(b.rstrip("%")) for b in study.budgets}
+    rows, ruled_out = [], []
+    for budget, share in shares.items():
+        if (value := least(study.found(step, budget=budget))) is not None:
+            ruled_out.append((share, value))
+        plans = {p: added(study.found(step, p, budget)) for p in PLANNERS}
+        rows += [
+            (f"budget {budget}", named(p), share, v, show_percent(v, signed=True))
+            for p, v in plans.items()
+            if v is not None
+        ]
+    look = {named(p): c for p, c in PLANNERS.items() if any(r[1] == named(p) for r in rows)}
+    x = alt.X("x:Q").title("budget, % of the peak with everything saved").axis(values=list(shares.values()))
+    x = x.scale(domain=[max(shares.values()) + 1, min(shares.values()) - 1], nice=False)
+    y = alt.Y("y:Q").title("added time, %").scale(type="sqrt", domainMin=0)
+    area = charts.drawn("x:Q y:Q", ruled_out).mark_area(color=charts.GREY, opacity=0.25).encode(x, y)
+    # Dashed, so that what lies under it shows: the search often finds what the greedy finds.
+    dashes = [[5, 5] if name == named("search") else [1, 0] for name in look]
+    dash = alt.StrokeDash("series:N").scale(domain=list(look), range=dashes).title(None)
+    lines = charts.drawn("name:N series:N x:Q y:Q note:N", rows).mark_line(strokeWidth=2)
+    under = [area, lines.encode(x, y, charts.colour("series", look), dash, order="x:Q")]
+    return charts.dots(rows, look, x, y, under=under, height=340)
+
+
+def added_table(study: Study, step: Step) -> Table:
+    def cell(planner: str, budget: str) -> Cell:
+        answer = study.found(step, "search" if planner == BOUND else planner, budget)
+        value = least(answer) if planner == BOUND else added(answer)
+        if value is not None:
+            return percent_cell(value, signed=True)
+        refusal = answer.refusal
+        known = isinstance(refusal, Infeasible) and planner != BOUND
+        lowest = refusal.figures["lowest_peak_bytes"] if known else 0  # type: ignore[union-attr]
+        share = 100 * lowest / step.problem.saved.timeline.peak_allocated_bytes
+        return no(f"none, {show_percent(share, digits=1)}" if lowest else "none")
+
+    return table(
+        [BOUND, *PLANNERS],
+        (
+            ("planner", "", lambda p: named(p)),
+            *((b, NUMBER, lambda p, b=b: cell(p, b)) for b in study.budgets),
+        ),
+        caption=f"{step.title}: added time by budget. Red: no plan within the budget, and the lowest peak reached, of "
+        f"the peak with everything saved. Each search had {study.seconds:g} s of one processor{step.source}",
+    )
+
+
+# 7. Ablations
+
+
+def as_it_is(greedy: Search, state: Any) -> Found:
+    return Found(state=state, time_ns=greedy.evaluator.cost(state)[1])
+
+
+Part = tuple[Any, str, Callable[..., Any]]
+WITHOUT: Final[dict[str, tuple[Part, ...]]] = {
+    "search, whole": (),
+    "without annealing": ((search, "anneal", lambda greedy, best, *_: best),),
+    "without the greedy's start": ((search, "cheapest", lambda greedy: None),),
+    "without tidying": ((search, "tidy", as_it_is), (mu_two, "tidy", as_it_is)),
+    "without exchanges": ((mu_two, "exchanged", lambda greedy, found: found),),
+    "without other values in place": ((search, "taken", lambda problem: (problem, ())),),
+    "greedy alone: nor annealing, nor tidying": (
+        (search, "anneal", lambda greedy, best, *_: best),
+        (mu_two, "tidy", as_it_is),
+    ),
+}
+WITH: Final = {
+    "with masks and indices in fewer bytes": ("search", Levers()),
+    "with those and copies to host memory": (
+        "search",
+        Levers(kinds=tuple(k for k in (*UNASKED, "offload") if k != "tile")),
+    ),
+    "μ-TWO as printed, swaps as well": ("mu-two-swap", None),
+    "μ-TWO corrected, copies as well": ("mu-two", Levers(kinds=("offload",))),
+}
+
+
+def ablations(study: Study) -> tuple[Block, ...]:
+    text = (
+        "The search is μ-TWO's greedy, corrected, then simulated annealing from its plan, then tidying (what can be is "
+        "saved again, and by exchanges cheap values make room for dear ones); where backward can read another value "
+        "that is saved in any case, it does. Each row lacks one of these, or two."
+    )
+    more = (
+        "Beyond recomputation: these change the step as well, so the bound above does not hold for them. Copies to "
+        "host memory take what rules of thumb for PCI Express say."
+    )
+    parts = [Text(text), *(_variants(study, step, WITHOUT, {}) for step in study.looked_into)]
+    return *parts, Text(more), *(_variants(study, step, {}, WITH) for step in study.looked_into)
+
+
+def _variants(
+    study: Study,
+    step: Step,
+    without: Mapping[str, Sequence[Part]],
+    others: Mapping[str, tuple[str, Levers | None]],
+) -> Table:
+    rows: dict[str, dict[str, Answer]] = {}
+    for name, parts in without.items():
+        with ExitStack() as stack:
+            for module, attribute, instead in parts:
+                stack.enter_context(patch.object(module, attribute, instead))
+            rows[name] = {b: study.ask(step, "search", b) for b in study.budgets}
+    for name, (planner, levers) in others.items():
+        rows[name] = {b: study.ask(step, planner, b, levers) for b in study.budgets}
+
+    def cell(name: str, budget: str) -> Cell:
+        value = added(rows[name][budget])
+        return no("none") if value is None else percent_cell(value, signed=True)
+
+    return table(
+        rows,
+        (
+            ("", "", str),
+            *((b, NUMBER, lambda name, b=b: cell(name, b)) for b in study.budgets),
+            ("solve time", "time", lambda name: 1e9 * sum(a.solve_seconds for a in rows[name].values())),
+        ),
+        caption=f"{step.title}: added time by budget; solve time of all budgets together, on the machine that made "
+        f"this page{step.source}",
+    )
+
+
+# 8. Provenance
+
+
+def measured_where(study: Study) -> Table:
+    of: dict[str, list[Step]] = {}
+    for s in study.steps:
+        of.setdefault(s.path.parent.name, []).append(s)
+    ran = dict.fromkeys(of, "nothing was run")
+    for folder, sweep in study.measured.items():
+        paths = [(r, study.gallery / folder / r.trace_path) for r in sweep.rows]
+        of[folder] = [Step(sweep.model, path, load(path)) for _, path in paths]
+        ran[folder] = "; ".join(
+            f"batch {r.batch_size}: {', '.join(r.measured) or 'not run'}" for r, _ in paths
+        )
+    return table(
+        of.items(),
+        (
+            ("in the gallery", CODE, lambda row: row[0]),
+            ("batch sizes", "", lambda row: ", ".join(str(s.batch) for s in row[1])),
+            ("sections", "", lambda row: "5" if row[0] in study.measured else "2 to 7"),
+            ("memory", "", lambda row: figures_from(row[1][0].trace.meta)),
+            ("op times", "", lambda row: row[1][0].trace.origin),
+            ("torch", "", lambda row: row[1][0].trace.meta.torch_version),
+            ("measured as a whole", "", lambda row: ran[row[0]]),
+        ),
+        caption="Every figure of this page, by the traces that it is worked out of. Bounds and plans are computed; "
+        "solve times are of the machine that made this page. No figure here was measured on a GPU.",
+    )
+
+
+@click.command()
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The page.")
+@click.option("--svg", type=click.Path(path_type=Path), help="Its main chart, as a picture.")
+@click.option("--gallery", type=click.Path(path_type=Path), default=Path("traces/gallery"), show_default=True)
+@click.option(
+    "--budgets", default="90%,80%,70%,60%,50%,45%,40%", show_default=True, help="Shares of the peak."
+)
+@click.option("--seconds", type=float, default=2.0, show_default=True, help="Of a search, for each budget.")
+@click.option("-q", "--quiet", is_flag=True)
+def main(output: Path, svg: Path | None, gallery: Path, budgets: str, seconds: float, quiet: bool) -> None:
+    """Make the page."""
+
+    def say(line: str) -> None:
+        if not quiet:
+            click.echo(line, err=True)
+
+    try:
+        study = Study(gallery, tuple(b.strip() for b in budgets.split(",")), seconds, say)
+        write_page(output, study.page())
+        if svg:
+            write_text(svg, picture({s.title: added_time(study, s) for s in study.looked_into}))
+    except LowtideError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def picture(titled: Mapping[str, Mapping[str, Any]]) -> str:
+    """Charts under each other as one SVG, each under its title."""
+    datasets = {name: rows for spec in titled.values() for name, rows in spec["datasets"].items()}
+    left_out = ("datasets", "autosize")
+    panels = [
+        {**{k: v for k, v in spec.items() if k not in left_out}, "title": title, "width": 700}
+        for title, spec in titled.items()
+    ]
+    svg: str = needed("vl_convert").vegalite_to_svg(
+        {"vconcat": panels, "datasets": datasets, "background": "white"}
+    )
+    return svg
+
+
+if __name__ == "__main__":
+    main()
