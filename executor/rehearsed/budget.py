@@ -18,6 +18,7 @@ from simulator.prediction.ask import Answer, ask, question
 from tracer.rehearsal.peak import ACTIVATIONS, REST
 from tracer.rehearsal.record import Rehearsal
 from traces.errors import BudgetError
+from traces.files import to_json
 from traces.records.plan import ALLOCATED, Action, BlockPlans
 from traces.units import show_bytes
 
@@ -53,8 +54,6 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `execute rehearse --budget --json` prints it."""
-        from traces.files import to_json
-
         rehearsals = {"untouched": self.untouched, "saved": self.saved, "plan": self.planned}
         return {
             "budget_bytes": self.budget_bytes,
@@ -89,7 +88,7 @@ def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[st
         saved = run(around=(RECORD, name))
         step = compose(Path(name))
         found = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
-    others = _others(Problem(step.trace), step, saved, limit)
+    others = _others(step, saved, limit)
     if more_ranks is not None:
         say("Rehearsing it untouched on twice as many ranks ...")
         twice = more_ranks()
@@ -164,9 +163,10 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
     )
 
 
-def _others(problem: Problem, step: Composed, saved: Rehearsal, limit: int) -> list[Other]:
+def _others(step: Composed, saved: Rehearsal, limit: int) -> list[Other]:
     """Checkpointing of whole blocks, as a plan says it, and half the micro-batch; estimated."""
-    before_ns, whole = problem.saved.timeline.step_time_ns, len(step.placed)
+    problem, whole = Problem(step.trace), len(step.placed)
+    before_ns = problem.saved.timeline.step_time_ns
     ends = [*(p.storage for p in step.placed), len(step.trace.storages)]
 
     def checkpointed(what: str, blocks: int) -> Other:

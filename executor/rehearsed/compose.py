@@ -1,9 +1,10 @@
 """Compose one rank's step of what was recorded of its blocks, and cut a plan of it into plans for the blocks.
 
-Counts: of each block the values of its own graph; in each stretch of the step (a block's forward, the loss, a block's
-backward, the rest) what the rehearsal showed beside them, as one value: shards, their optimizer states, gathered
-parameters, buffers of reductions, gradients, inputs and outputs of blocks, logits, workspaces. Ignores: how these would
-change with a plan; the time of all but the blocks.
+Counts: of each block the values of its own graph, and what it is given, from its forward to the end of its backward,
+whether a plan reads that there or not; in each stretch of the step (a block's forward, the loss, a block's backward,
+the rest) what the rehearsal showed beside them, as one value: shards, their optimizer states, gathered parameters,
+buffers of reductions, gradients, logits, workspaces. Ignores: how these would change with a plan; the time of all but
+the blocks.
 """
 
 from __future__ import annotations
