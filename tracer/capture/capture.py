@@ -53,10 +53,10 @@ class _Read(Exception):
 
 class Capturing:
     """Captures calls of models that differ in the sizes of their arguments alone; one graph serves as many as dynamo's
-    guards allow. `many`: sizes are symbols, which a graph of one call alone is cheaper without."""
+    guards allow. `many`: from the second call on sizes that vary are symbols; without, each call has its own graph."""
 
     def __init__(self, *, many: bool = False) -> None:
-        self.run = by_dynamo(self._backend, dynamic=many)
+        self.run = by_dynamo(self._backend, dynamic=None if many else False)
         self.graphs: list[_Graph] = []
         self.called: _Graph | None = None
 

@@ -20,11 +20,13 @@ from tracer.torch_api import pytree
 from traces.devices import Device
 from traces.errors import CaptureError
 
+SLICE, SLICE_BACKWARD = torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default
+
 
 @dataclass(slots=True)
 class OneGraph:
-    """Makes the programs of steps that differ in sizes alone: of a graph of many sizes, if it is at those of its first
-    step what is captured of that alone."""
+    """Makes the programs of steps that differ in sizes alone: of a graph in which those that vary are symbols, if it is
+    at those of its first step what is captured of that alone. The very first graph has no symbols."""
 
     target: Device | None  # the GPU whose ops are wanted of steps on the CPU
     capturing: Capturing = field(default_factory=lambda: Capturing(many=True))
@@ -33,10 +35,11 @@ class OneGraph:
     def program(self, step: TrainingStep) -> Program | None:
         """The program of a step; None: no graph of many sizes serves it."""
         made = self._of_many(step)
-        graph = id(self.capturing.called)
+        called = self.capturing.called
+        graph = id(called)
         if made is None or not self.right.get(graph, True):
             return None
-        if graph in self.right:
+        if graph in self.right or (called is not None and not called.sizes):
             return made
         alone = program_of(capture_step(step, self.target))
         self.right[graph] = alone.fingerprint() == made.fingerprint()
@@ -58,28 +61,49 @@ class OneGraph:
 
 
 def _at_its_sizes(captured: Captured) -> Captured:
-    """A graph of many sizes with those of the call in it, as of one call alone."""
-    graph, now = fx.Graph(), dict[Any, Any]({None: None})
+    """A graph of many sizes with those of the call in it, as of one call alone: there a slice that takes all is an
+    alias, whose gradient is the slice's own."""
+    graph, now, gone = fx.Graph(), dict[Any, Any]({None: None}), set[fx.Node]()
     for n in captured.graph_module.graph.nodes:
         val = n.meta.get("val")
         if isinstance(val, int | torch.SymInt):
             now[n] = number(val, captured.known)
             continue
-        now[n] = graph.node_copy(n, now.__getitem__)
         vals = pytree.tree_map_only(torch.Tensor, lambda x: at(x, captured.known), val)
+        whole = n.target in (SLICE, SLICE_BACKWARD) and vals.shape == now[n.args[0]].meta["val"].shape
+        if whole and (n.target == SLICE_BACKWARD or not _last_of_whole(n, gone)):
+            now[n] = now[n.args[0]]
+            gone.add(n)
+            continue
+        if whole:
+            now[n] = graph.create_node("call_function", torch.ops.aten.alias.default, (now[n.args[0]],))
+            now[n].meta = dict(n.meta)
+        else:
+            now[n] = graph.node_copy(n, now.__getitem__)
         now[n].meta["val"] = vals
 
     def there(nodes: Sequence[fx.Node | None]) -> tuple[Any, ...]:
         return tuple(now[n] for n in nodes if not isinstance(now[n], int))
 
+    def made(nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
+        return there([n for n in nodes if n not in gone])
+
     return replace(
         captured,
         graph_module=fx.GraphModule(captured.graph_module, graph),
-        forward=there(captured.forward),
-        backward=there(captured.backward),
+        forward=made(captured.forward),
+        backward=made(captured.backward),
         outputs=there(captured.outputs),
         parameter_grads=there(captured.parameter_grads),
         argument_grads=there(captured.argument_grads),
         numbers=(),
         known={},
     )
+
+
+def _last_of_whole(n: fx.Node, gone: set[fx.Node]) -> bool:
+    """Return whether a slice that takes all ends an indexing such as x[:, :n] all of whose slices do: torch makes one
+    alias of these together, and none beside a slice that takes less."""
+    before, after = n.args[0], list(n.users)
+    further = len(after) == 1 and after[0].target == SLICE
+    return not further and not (isinstance(before, fx.Node) and before.target == SLICE and before not in gone)
