@@ -276,7 +276,7 @@ def test_a_loss_head_runs_in_tiles_at_every_length(
         batch_size=1,
         **options,
     )
-    assert len(seen) <= 2
+    assert len(seen) <= 3  # one alone, one with symbols, and one alone beside its first
     assert len(set(given)) == len(predicted) == 9
     assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []
     assert max(peaks) <= budget
