@@ -152,7 +152,7 @@ def test_a_length_of_one_has_another_graph() -> None:
 
 
 def test_a_size_that_the_shapes_say_already() -> None:
-    with pytest.raises(SpecError, match="seq_len: the shapes say this already"):
+    with pytest.raises(SpecError, match="--seq-len: the shapes say this already"):
         trace_shapes("gpt2-tiny", [{"seq_len": 4}], lambda k, t: None, seq_len=8)
 
 
