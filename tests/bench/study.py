@@ -26,6 +26,7 @@ from simulator.core.problem import Problem, peak_by_category
 from simulator.levers import UNASKED
 from simulator.planners import mu_two, search
 from simulator.planners.mu_two import Found, Search
+from simulator.planners.mu_two_paper import Greedy
 from simulator.planners.outcome import Infeasible, where
 from simulator.prediction.ask import Answer, ask, question
 from simulator.prediction.loop_peaks import peaks_table
@@ -34,7 +35,7 @@ from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, needed, write_page
 from simulator.report.step import PEAKS_CAPTION, Activation, activations, memory, target_text
 from simulator.report.sweep import _against_batch, _errors
-from simulator.show.tables import CODE, NUMBER, Cell, Table, no, percent_cell, table
+from simulator.show.tables import CODE, NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
 from simulator.studies.sweep import Sweep
 from traces.errors import LowtideError, SpecError
 from traces.files import write_text
@@ -174,7 +175,10 @@ class Study:
             ("Peak breakdown", breakdown),
         ]
         sections = [
-            Section("Question and method", (*map(Text, METHOD),)),
+            Section(
+                "Question and method",
+                (*map(Text, METHOD), *(Text(in_short(self, s), "note") for s in self.looked_into)),
+            ),
             *(Section(title, make(self)) for title, make in of_each),
             Section("Peak memory and latency against batch size", against_batch(self)),
             Section("Planners beside the bound", beside_the_bound(self)),
@@ -188,6 +192,21 @@ class Study:
             "What recomputation saves, what it costs, and how near to the best it is",
             numbered,
         )
+
+
+def in_short(study: Study, step: Step) -> str:
+    """What the page finds of a step, for one budget."""
+    bound = least(study.found(step))
+    plans = {p: added(study.found(step, p)) for p in PLANNERS}
+    known = sorted((v, named(p)) for p, v in plans.items() if v is not None)
+    refused = [named(p) for p, v in plans.items() if v is None]
+    return (
+        f"In short, {step.title}, within {ONE} of its {show_bytes(step.problem.saved.timeline.peak_allocated_bytes)}: "
+        + ("no plan fits" if bound is None else f"no plan adds less than {show_percent(bound)} to the step")
+        + "".join(f"; {name} adds {show_percent(v)}" for v, name in known)
+        + (f"; no plan within it by {', '.join(refused)}" if refused else "")
+        + f".{step.source}"
+    )
 
 
 # 2. Statistics
@@ -478,6 +497,7 @@ def beside_the_bound(study: Study) -> tuple[Block, ...]:
             Text(text),
             Chart(added_time(study, step), caption, f"{step.title}: added time against budget"),
             added_table(study, step),
+            claimed_table(study, step),
         ]
     return tuple(blocks)
 
@@ -545,6 +565,37 @@ def added_table(study: Study, step: Step) -> Table:
     )
 
 
+def claimed_table(study: Study, step: Step) -> Table:
+    """What the paper's own memory model says of its plans, beside the replay."""
+
+    def row(budget: str) -> tuple[str, int, int, int | None]:
+        answer = study.found(step, "mu-two-paper", budget)
+        limit = answer.budget_bytes or 0
+        if answer.found is not None:
+            replayed = answer.found.planned.timeline.peak_allocated_bytes
+        else:
+            replayed = (
+                answer.refusal.figures["lowest_peak_bytes"]
+                if isinstance(answer.refusal, Infeasible)
+                else None
+            )
+        return budget, limit, Greedy(step.problem).run(limit), replayed
+
+    return table(
+        map(row, study.budgets),
+        (
+            ("budget", "", lambda r: r[0]),
+            ("bytes", "bytes", lambda r: r[1]),
+            ("by Algorithm G", "bytes", lambda r: r[2]),
+            ("by the replay", "bytes", lambda r: r[3]),
+            ("Algorithm G is off by", "+bytes", lambda r: UNKNOWN if r[3] is None else r[2] - r[3]),
+            ("within the budget", "", lambda r: yes() if r[3] is not None and r[3] <= r[1] else no()),
+        ),
+        caption=f"{step.title}: the peaks of μ-TWO's plans as printed, by the paper's memory model (Algorithm G, which "
+        f"leaves out what a recomputation's chain holds) and by the replay{step.source}",
+    )
+
+
 # 7. Ablations
 
 
@@ -580,7 +631,8 @@ def ablations(study: Study) -> tuple[Block, ...]:
     text = (
         "The search is μ-TWO's greedy, corrected, then simulated annealing from its plan, then tidying (what can be is "
         "saved again, and by exchanges cheap values make room for dear ones); where backward can read another value "
-        "that is saved in any case, it does. Each row lacks one of these, or two."
+        "that is saved in any case, it does. Each row lacks one of these, or two. A search that runs out of time "
+        "(those without the greedy's start do) gets further on a faster machine."
     )
     more = (
         "Beyond recomputation: these change the step as well, so the bound above does not hold for them. Copies to "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -54,6 +56,13 @@ def test_the_command_writes_page_and_picture(gallery: Path, capsys: pytest.Captu
     main([*words, "--budgets", "80%", "--seconds", "0.1"], standalone_mode=False)
     assert (gallery / "s.html").stat().st_size < 1_500_000
     assert "series: search" in (gallery / "s.svg").read_text("utf-8")
+    if which("chromium") is None:
+        pytest.skip("no headless Chromium")
+    look = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    look += ["--virtual-time-budget=20000", "--dump-dom", (gallery / "s.html").as_uri()]
+    done = subprocess.run(look, capture_output=True, text=True, check=True, timeout=300)
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count('<svg xmlns="http://www.w3.org/2000/svg"') == done.stdout.count('id="spec') == 16
 
 
 def test_a_folder_without_sweeps_is_refused(tmp_path: Path) -> None:
