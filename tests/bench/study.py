@@ -96,28 +96,18 @@ class Step:
 
     @property
     def title(self) -> str:
-        length = self.trace.meta.options.get("seq_len")
-        return f"{TITLES.get(self.model, self.model)}, batch {self.batch}" + (
-            f" × {length}" if length else ""
-        )
+        tokens = self.trace.meta.options.get("seq_len")
+        return f"{TITLES.get(self.model, self.model)}, batch {self.batch}{f' × {tokens}' if tokens else ''}"
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.problem.saved.timeline.peak_allocated_bytes
 
     @property
     def source(self) -> str:
         """Where its figures come from, to end a caption with."""
         memory, _, _ = figures_from(self.trace.meta).partition(" (")
         return f" [memory {memory}; times by {self.trace.origin}]"
-
-
-def steps_of(gallery: Path) -> list[Step]:
-    """Every step of the gallery's sweeps for a GPU, by model and batch. Raises SpecError: there is none."""
-    found = [
-        Step(path.parent.name.rpartition("-")[0], path, load(path))
-        for path in gallery.glob("*-h200/trace-b*")
-        if path.is_dir()
-    ]
-    if not found:
-        raise SpecError(f"{gallery} holds no sweeps for a GPU (*-h200/trace-b*); give the gallery's folder.")
-    return sorted(found, key=lambda s: (s.model != "resnet152", s.model, s.batch))
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,12 @@ class Study:
 
     @cached_property
     def steps(self) -> list[Step]:
-        return steps_of(self.gallery)
+        """Every step of the gallery's sweeps for a GPU, by model and batch. Raises SpecError: there is none."""
+        paths = [path for path in self.gallery.glob("*-h200/trace-b*") if path.is_dir()]
+        if not paths:
+            raise SpecError(f"{self.gallery} holds no sweeps for a GPU (*-h200/trace-b*); give the gallery.")
+        found = [Step(path.parent.name.rpartition("-")[0], path, load(path)) for path in paths]
+        return sorted(found, key=lambda s: (s.model != "resnet152", s.model, s.batch))
 
     @cached_property
     def looked_into(self) -> list[Step]:
@@ -143,17 +138,15 @@ class Study:
     @cached_property
     def measured(self) -> dict[str, Sweep]:
         """What was measured on a CPU, by folder."""
-        return {
-            path.parent.name: Sweep.load(path)
-            for path in sorted(self.gallery.glob("*-cpu/sweep.json"), reverse=True)
-        }
+        paths = sorted(self.gallery.glob("*-cpu/sweep.json"), reverse=True)
+        return {path.parent.name: Sweep.load(path) for path in paths}
 
     def ask(self, step: Step, planner: str, budget: str, levers: Levers | None = None) -> Answer:
         """A planner's answer, by recomputation alone where no levers are given."""
         self.say(f"{step.title}, {budget}, {planner}")
         asks = question(budget, planner=planner, seconds=self.seconds)
         asks = asks.of_planner() if levers is None else replace(asks, levers=levers)
-        return ask(step.problem, asks, refusals=(LowtideError,))
+        return ask(step.problem, asks)
 
     @cached_property
     def answers(self) -> dict[tuple[str, int, str, str], Answer]:
@@ -169,28 +162,22 @@ class Study:
         return self.answers[step.model, step.batch, budget, planner]
 
     def page(self) -> Page:
-        of_each = [
-            ("Computation and memory statistics", statistics),
-            ("First and last use of activations", lifetimes),
-            ("Peak breakdown", breakdown),
-        ]
-        sections = [
-            Section(
-                "Question and method",
-                (*map(Text, METHOD), *(Text(in_short(self, s), "note") for s in self.looked_into)),
-            ),
-            *(Section(title, make(self)) for title, make in of_each),
-            Section("Peak memory and latency against batch size", against_batch(self)),
-            Section("Planners beside the bound", beside_the_bound(self)),
-            Section("What of the search matters", ablations(self)),
-            Section("What was measured where", (measured_where(self),)),
-        ]
-        numbered = [replace(s, title=f"{k}. {s.title}") for k, s in enumerate(sections, 1)]
+        short = (Text(in_short(self, s), "note") for s in self.looked_into)
+        parts = {
+            "Question and method": (*map(Text, METHOD), *short),
+            "Computation and memory statistics": statistics(self),
+            "First and last use of activations": lifetimes(self),
+            "Peak breakdown": breakdown(self),
+            "Peak memory and latency against batch size": against_batch(self),
+            "Planners beside the bound": beside_the_bound(self),
+            "What of the search matters": ablations(self),
+            "What was measured where": (measured_where(self),),
+        }
         names = " and ".join(TITLES.get(s.model, s.model) for s in self.looked_into)
         return Page(
             f"Activation checkpointing by μ-TWO: a study of {names}",
             "What recomputation saves, what it costs, and how near to the best it is",
-            numbered,
+            [Section(f"{k}. {title}", tuple(of)) for k, (title, of) in enumerate(parts.items(), 1)],
         )
 
 
@@ -201,7 +188,7 @@ def in_short(study: Study, step: Step) -> str:
     known = sorted((v, named(p)) for p, v in plans.items() if v is not None)
     refused = [named(p) for p, v in plans.items() if v is None]
     return (
-        f"In short, {step.title}, within {ONE} of its {show_bytes(step.problem.saved.timeline.peak_allocated_bytes)}: "
+        f"In short, {step.title}, within {ONE} of its {show_bytes(step.peak_bytes)}: "
         + ("no plan fits" if bound is None else f"no plan adds less than {show_percent(bound)} to the step")
         + "".join(f"; {name} adds {show_percent(v)}" for v, name in known)
         + (f"; no plan within it by {', '.join(refused)}" if refused else "")
@@ -217,9 +204,6 @@ def statistics(study: Study) -> tuple[Block, ...]:
         sts = s.trace.storages
         return sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == category)
 
-    def ops_of(s: Step, phase: str) -> int:
-        return s.trace.ops.phase.count(phase)
-
     def time_of(s: Step, phase: str) -> int:
         return sum(t for t, p in zip(s.trace.ops.time_ns, s.trace.ops.phase, strict=True) if p == phase)
 
@@ -231,7 +215,10 @@ def statistics(study: Study) -> tuple[Block, ...]:
         study.steps,
         (
             ("step", "", lambda s: s.title),
-            *((f"{phase} ops", "count", lambda s, p=phase: ops_of(s, p)) for phase in (FORWARD, BACKWARD)),
+            *(
+                (f"{phase} ops", "count", lambda s, p=phase: s.trace.ops.phase.count(p))
+                for phase in (FORWARD, BACKWARD)
+            ),
             ("GFLOP", "count", lambda s: round(sum(s.trace.ops.flops) / 1e9)),
             ("bytes moved", "bytes", lambda s: sum(s.trace.ops.bytes_moved)),
             *((phase, "time", lambda s, p=phase: time_of(s, p)) for phase in PHASES),
@@ -247,7 +234,7 @@ def statistics(study: Study) -> tuple[Block, ...]:
             ("parameters", "bytes", lambda s: resident(s, PARAMETER)),
             ("optimizer state", "bytes", lambda s: resident(s, OPTIMIZER_STATE)),
             ("activations saved", "bytes", lambda s: sum(a.nbytes for a in activations(s.problem))),
-            ("peak", "bytes", lambda s: s.problem.saved.timeline.peak_allocated_bytes),
+            ("peak", "bytes", lambda s: s.peak_bytes),
             ("activations, of the peak", "share", at_peak),
         ),
         caption=f"Memory of the same steps{study.steps[0].source}",
@@ -361,14 +348,10 @@ def life_lines(step: Step, found: Sequence[Activation]) -> dict[str, Any]:
     ends = [*start[1:], step.problem.saved.timeline.step_time_ns]
     rows = []
     for k, a in enumerate(sorted(found, key=lambda a: a.producer)):
-        rest, again = (
-            ends[max(sts.last_forward_use[a.storage], a.producer)],
-            start[sts.first_backward_use[a.storage]],
-        )
-        note = f"{show_bytes(a.nbytes)}, idle {show_time(a.idle_ns)}"
-        times = start[a.producer], rest, again, ends[sts.last_backward_use[a.storage]]
-        size = round(a.nbytes / MIB, 3)
-        rows.append((ops.name[a.producer], note, k, size, *(round(t / 1e6, 4) for t in times)))
+        s, note = a.storage, f"{show_bytes(a.nbytes)}, idle {show_time(a.idle_ns)}"
+        rest, again = ends[max(sts.last_forward_use[s], a.producer)], start[sts.first_backward_use[s]]
+        times = (round(t / 1e6, 4) for t in (start[a.producer], rest, again, ends[sts.last_backward_use[s]]))
+        rows.append((ops.name[a.producer], note, k, round(a.nbytes / MIB, 3), *times))
     base = charts.drawn("op:N note:N rank:Q size:Q made:Q rest:Q again:Q gone:Q", rows)
     y = alt.Y("rank:Q").title("activation, by its making").scale(reverse=True, nice=False)
     x, tips = alt.X("made:Q").title("time in the step, ms").axis(tickCount=12), ["op:N", "note:N"]
@@ -388,20 +371,16 @@ def breakdown(study: Study) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for step in study.looked_into:
         answer = study.found(step)
-        runs = [
-            ("everything saved", answer.asked),
-            *([(f"plan for {ONE}", answer.found)] if answer.found else []),
-        ]
-        for name, c in runs:
-            parts[f"{step.title}: {name}"] = peak_by_category(
-                c.step.trace, c.planned.schedule, c.planned.timeline
-            )
-        last = runs[-1][1]
-        chart = memory(last)
-        blocks.append(
-            replace(chart, title=f"{step.title}: memory over the step", caption=chart.caption + step.source)
+        runs = {"everything saved": answer.asked} | (
+            {f"plan for {ONE}": answer.found} if answer.found else {}
         )
-        blocks.append(peaks_table(last, answer.asked, caption=f"{step.title}. {PEAKS_CAPTION}{step.source}"))
+        for name, c in runs.items():
+            run = c.step.trace, c.planned.schedule, c.planned.timeline
+            parts[f"{step.title}: {name}"] = peak_by_category(*run)
+        chart, caption = memory(c), f"{step.title}. {PEAKS_CAPTION}{step.source}"
+        title = f"{step.title}: memory over the step"
+        blocks.append(replace(chart, title=title, caption=chart.caption + step.source))
+        blocks.append(peaks_table(c, answer.asked, caption=caption))
     text = f"What is allocated at the peak; the parts sum to it. Plans are of search{study.steps[0].source}"
     return Chart(charts.peak_by_category(parts), text, "At the peak, by category"), *blocks
 
@@ -441,25 +420,29 @@ def small_multiples(study: Study, steps: Sequence[Step], is_bytes: bool) -> dict
     """A panel for each planner: bars by batch size, with and without it."""
     alt = needed("altair")
     ways = {"everything saved": charts.BLUE, "checkpointed": charts.RED}
-    rows: list[tuple[str, int, str, int | None, int | None]] = []
-    for planner in PLANNERS:
-        for step in steps:
-            answer = study.found(step, planner)
-            for way, c in zip(ways, (answer.asked, answer.found), strict=True):
-                t = None if c is None else c.planned.timeline
-                value = t and (t.peak_allocated_bytes if is_bytes else t.step_time_ns)
-                rows.append((planner, step.batch, way, value, answer.budget_bytes if is_bytes else None))
-    top = max([1, *(r[3] or 0 for r in rows)])
+    runs = [
+        (named(planner), step.batch, way, c and c.planned.timeline, answer.budget_bytes or 0)
+        for planner in PLANNERS
+        for step in steps
+        for answer in (study.found(step, planner),)
+        for way, c in zip(ways, (answer.asked, answer.found), strict=True)
+    ]
+    values = [t and (t.peak_allocated_bytes if is_bytes else t.step_time_ns) for *_, t, _ in runs]
+    top = max(1, *(v or 0 for v in values))
     unit, name = bytes_unit(top) if is_bytes else charts.time_unit(top)
     show: Callable[[int], str] = show_bytes if is_bytes else show_time
-    base = charts.drawn(
-        "planner:N batch:Q way:N size:Q budget:Q note:N",
-        [
-            (named(p), b, w, "" if v is None else v / unit, "" if u is None else u / unit,
-             "no plan" if v is None else show(v))
-            for p, b, w, v, u in rows
-        ],
-    )  # fmt: skip
+    rows = [
+        (
+            planner,
+            batch,
+            way,
+            v and v / unit,
+            limit / unit if is_bytes else "",
+            "no plan" if v is None else show(v),
+        )
+        for (planner, batch, way, _, limit), v in zip(runs, values, strict=True)
+    ]
+    base = charts.drawn("planner:N batch:Q way:N size:Q budget:Q note:N", rows)
     x = alt.X("batch:O").title("batch").axis(labelAngle=0)
     y = alt.Y("size:Q").title(f"{'peak' if is_bytes else 'step'}, {name}")
     tips = ["planner:N", "batch:Q", "way:N", "note:N"]
@@ -481,13 +464,12 @@ def beside_the_bound(study: Study) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for step in study.looked_into:
         made = {p: sum(study.found(step, p, b).found is not None for b in study.budgets) for p in PLANNERS}
-        least = bounder_of(step.problem).floor
-        share = 100 * least.peak_bytes / step.problem.saved.timeline.peak_allocated_bytes
+        floor = bounder_of(step.problem).floor
         text = (
             f"{step.title}: of {len(study.budgets)} budgets, "
             f"{', '.join(f'{named(p)} meets {n}' for p, n in made.items())}. "
-            f"No plan at all can go below {show_percent(share, digits=1)} of the peak with everything saved, "
-            f"which {where(step.trace, least.op)} needs."
+            f"No plan at all can go below {show_percent(100 * floor.peak_bytes / step.peak_bytes, digits=1)} of "
+            f"the peak with everything saved, which {where(step.trace, floor.op)} needs."
         )
         caption = (
             "Added time, of the step with everything saved, against the budget. Grey: no plan can be there, certified. "
@@ -513,6 +495,13 @@ def added(answer: Answer) -> float | None:
 def least(answer: Answer) -> float | None:
     bound = answer.bound
     return bound.overhead_percent if bound and bound.feasible else None
+
+
+def lowest(answer: Answer) -> int | None:
+    """The peak of the plan, or else the lowest that the planner reached."""
+    if answer.found is not None:
+        return answer.found.planned.timeline.peak_allocated_bytes
+    return answer.refusal.figures["lowest_peak_bytes"] if isinstance(answer.refusal, Infeasible) else None
 
 
 def added_time(study: Study, step: Step) -> dict[str, Any]:
@@ -548,11 +537,8 @@ def added_table(study: Study, step: Step) -> Table:
         value = least(answer) if planner == BOUND else added(answer)
         if value is not None:
             return percent_cell(value, signed=True)
-        refusal = answer.refusal
-        known = isinstance(refusal, Infeasible) and planner != BOUND
-        lowest = refusal.figures["lowest_peak_bytes"] if known else 0  # type: ignore[union-attr]
-        share = 100 * lowest / step.problem.saved.timeline.peak_allocated_bytes
-        return no(f"none, {show_percent(share, digits=1)}" if lowest else "none")
+        reached = None if planner == BOUND else lowest(answer)
+        return no(f"none, {show_percent(100 * reached / step.peak_bytes, digits=1)}" if reached else "none")
 
     return table(
         [BOUND, *PLANNERS],
@@ -571,15 +557,7 @@ def claimed_table(study: Study, step: Step) -> Table:
     def row(budget: str) -> tuple[str, int, int, int | None]:
         answer = study.found(step, "mu-two-paper", budget)
         limit = answer.budget_bytes or 0
-        if answer.found is not None:
-            replayed = answer.found.planned.timeline.peak_allocated_bytes
-        else:
-            replayed = (
-                answer.refusal.figures["lowest_peak_bytes"]
-                if isinstance(answer.refusal, Infeasible)
-                else None
-            )
-        return budget, limit, Greedy(step.problem).run(limit), replayed
+        return budget, limit, Greedy(step.problem).run(limit), lowest(answer)
 
     return table(
         map(row, study.budgets),
@@ -603,27 +581,32 @@ def as_it_is(greedy: Search, state: Any) -> Found:
     return Found(state=state, time_ns=greedy.evaluator.cost(state)[1])
 
 
-Part = tuple[Any, str, Callable[..., Any]]
-WITHOUT: Final[dict[str, tuple[Part, ...]]] = {
-    "search, whole": (),
-    "without annealing": ((search, "anneal", lambda greedy, best, *_: best),),
-    "without the greedy's start": ((search, "cheapest", lambda greedy: None),),
-    "without tidying": ((search, "tidy", as_it_is), (mu_two, "tidy", as_it_is)),
-    "without exchanges": ((mu_two, "exchanged", lambda greedy, found: found),),
-    "without other values in place": ((search, "taken", lambda problem: (problem, ())),),
-    "greedy alone: nor annealing, nor tidying": (
-        (search, "anneal", lambda greedy, best, *_: best),
-        (mu_two, "tidy", as_it_is),
-    ),
+@dataclass(frozen=True)
+class Variant:
+    """A planner of which parts (module, name) are exchanged, or that may change the step as well."""
+
+    parts: tuple[tuple[Any, str, Callable[..., Any]], ...] = ()
+    planner: str = "search"
+    levers: Levers | None = None
+
+
+STILL: Final = (search, "anneal", lambda greedy, best, *_: best)
+UNTIDY: Final = (mu_two, "tidy", as_it_is)
+WITHOUT: Final = {
+    "search, whole": Variant(),
+    "without annealing": Variant((STILL,)),
+    "without the greedy's start": Variant(((search, "cheapest", lambda greedy: None),)),
+    "without tidying": Variant((UNTIDY, (search, "tidy", as_it_is))),
+    "without exchanges": Variant(((mu_two, "exchanged", lambda greedy, found: found),)),
+    "without other values in place": Variant(((search, "taken", lambda problem: (problem, ())),)),
+    "greedy alone: nor annealing, nor tidying": Variant((STILL, UNTIDY)),
 }
+ALL_BITS: Final = Levers(kinds=tuple(k for k in (*UNASKED, "offload") if k != "tile"))
 WITH: Final = {
-    "with masks and indices in fewer bytes": ("search", Levers()),
-    "with those and copies to host memory": (
-        "search",
-        Levers(kinds=tuple(k for k in (*UNASKED, "offload") if k != "tile")),
-    ),
-    "μ-TWO as printed, swaps as well": ("mu-two-swap", None),
-    "μ-TWO corrected, copies as well": ("mu-two", Levers(kinds=("offload",))),
+    "with masks and indices in fewer bytes": Variant(levers=Levers()),
+    "with those and copies to host memory": Variant(levers=ALL_BITS),
+    "μ-TWO as printed, swaps as well": Variant(planner="mu-two-swap"),
+    "μ-TWO corrected, copies as well": Variant(planner="mu-two", levers=Levers(kinds=("offload",))),
 }
 
 
@@ -638,24 +621,17 @@ def ablations(study: Study) -> tuple[Block, ...]:
         "Beyond recomputation: these change the step as well, so the bound above does not hold for them. Copies to "
         "host memory take what rules of thumb for PCI Express say."
     )
-    parts = [Text(text), *(_variants(study, step, WITHOUT, {}) for step in study.looked_into)]
-    return *parts, Text(more), *(_variants(study, step, {}, WITH) for step in study.looked_into)
+    parts = [Text(text), *(_variants(study, step, WITHOUT) for step in study.looked_into)]
+    return *parts, Text(more), *(_variants(study, step, WITH) for step in study.looked_into)
 
 
-def _variants(
-    study: Study,
-    step: Step,
-    without: Mapping[str, Sequence[Part]],
-    others: Mapping[str, tuple[str, Levers | None]],
-) -> Table:
+def _variants(study: Study, step: Step, variants: Mapping[str, Variant]) -> Table:
     rows: dict[str, dict[str, Answer]] = {}
-    for name, parts in without.items():
+    for name, v in variants.items():
         with ExitStack() as stack:
-            for module, attribute, instead in parts:
-                stack.enter_context(patch.object(module, attribute, instead))
-            rows[name] = {b: study.ask(step, "search", b) for b in study.budgets}
-    for name, (planner, levers) in others.items():
-        rows[name] = {b: study.ask(step, planner, b, levers) for b in study.budgets}
+            for part in v.parts:
+                stack.enter_context(patch.object(*part))
+            rows[name] = {b: study.ask(step, v.planner, b, v.levers) for b in study.budgets}
 
     def cell(name: str, budget: str) -> Cell:
         value = added(rows[name][budget])
@@ -682,11 +658,10 @@ def measured_where(study: Study) -> Table:
         of.setdefault(s.path.parent.name, []).append(s)
     ran = dict.fromkeys(of, "nothing was run")
     for folder, sweep in study.measured.items():
-        paths = [(r, study.gallery / folder / r.trace_path) for r in sweep.rows]
-        of[folder] = [Step(sweep.model, path, load(path)) for _, path in paths]
-        ran[folder] = "; ".join(
-            f"batch {r.batch_size}: {', '.join(r.measured) or 'not run'}" for r, _ in paths
-        )
+        paths = [study.gallery / folder / r.trace_path for r in sweep.rows]
+        of[folder] = [Step(sweep.model, path, load(path)) for path in paths]
+        each = (f"batch {r.batch_size}: {', '.join(r.measured) or 'not run'}" for r in sweep.rows)
+        ran[folder] = "; ".join(each)
     return table(
         of.items(),
         (
@@ -720,6 +695,8 @@ def main(output: Path, svg: Path | None, gallery: Path, budgets: str, seconds: f
             click.echo(line, err=True)
 
     try:
+        if not all(b.strip().endswith("%") for b in budgets.split(",")):
+            raise SpecError(f"--budgets {budgets}: give shares of the peak such as 90%,60%.")
         study = Study(gallery, tuple(b.strip() for b in budgets.split(",")), seconds, say)
         write_page(output, study.page())
         if svg:

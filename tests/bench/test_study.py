@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import which
 
 import pytest
+from click import ClickException
 
 from tests import synthetic
 from tests.bench.study import Study, main
@@ -68,3 +69,8 @@ def test_the_command_writes_page_and_picture(gallery: Path, capsys: pytest.Captu
 def test_a_folder_without_sweeps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="holds no sweeps"):
         Study(tmp_path, ("60%",), 0.1, lambda line: None).page()
+
+
+def test_budgets_are_shares(tmp_path: Path) -> None:
+    with pytest.raises(ClickException, match="give shares"):
+        main(["-o", str(tmp_path / "s.html"), "--budgets", "8GiB"], standalone_mode=False)
