@@ -14,6 +14,7 @@ from simulator.prediction.ask import Answer
 from simulator.show import notebook
 from simulator.show.tables import Table
 from traces.records.plan import Plan
+from traces.units import GIB, bytes_unit
 
 # Of what a row knows: what stands over its column in a terminal and on a page, and how it is shown there. In JSON it
 # has its own name.
@@ -116,8 +117,10 @@ class Study(Generic[R]):
         return f"<{self.short}>"
 
     def _repr_html_(self) -> str:
-        curves = zip((notebook.SAVED, notebook.PLANNED), self.curves.values(), strict=False)
-        picture = notebook.picture(list(curves), "GiB", "% added", [], area=False)
+        unit, name = bytes_unit(int(GIB * max((x for c in self.curves.values() for x, _ in c), default=1)))
+        curves = ([(x * GIB / unit, y) for x, y in curve] for curve in self.curves.values())
+        coloured = list(zip((notebook.SAVED, notebook.PLANNED), curves, strict=False))
+        picture = notebook.picture(coloured, name, "% added", [], area=False)
         return notebook.framed(self.short, self.table, picture)
 
     def lines(self) -> list[str]:

@@ -38,7 +38,9 @@ def test_every_cell_runs_to_what_it_shows() -> None:
         if shows:
             (out,) = cell["outputs"]
             shown = eval(ast.unparse(last), names)
-            assert "<svg" in shown._repr_html_()
+            html = shown._repr_html_()
+            assert "<svg" in html
+            assert "0.0 GiB" not in html, "a picture's axis has the unit that its figures need"
             assert repr(shown).partition(" peak ")[0] == out["data"]["text/plain"][0].partition(" peak ")[0]
         else:
             there = "".join(text for out in cell["outputs"] for text in out["text"])
