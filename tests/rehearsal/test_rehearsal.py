@@ -401,3 +401,20 @@ def test_a_step_that_keeps_a_budget_of_reserved_memory_by_ops_that_run_ahead_run
     ahead = api.plan(found, budget, budget_of="reserved", alloc_conf="")
     assert ahead.ahead_bytes
     assert run_by_plan(ahead, tmp_path, *sizes) <= budget
+
+
+def test_kernels_are_of_the_capability_that_torch_was_compiled_for(tmp_path: Path) -> None:
+    """An RTX 4090 (8.9) runs what was compiled for 8.6; CUB refuses to sort, for a long embedding, by another."""
+    path = tmp_path / "net.py"
+    path.write_text(
+        """
+import torch
+from torch import nn
+def build():
+    net = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 1))
+    return net, (torch.zeros(8, 512, dtype=torch.long), torch.zeros(8, 512, 1)), nn.functional.mse_loss, None
+"""
+    )
+    recorded = trace(f"{path}:build", target="rtx-4090")
+    assert recorded.meta.mode == "rehearsed"
+    assert "aten.embedding_dense_backward.default" in recorded.ops.target

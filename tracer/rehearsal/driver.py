@@ -156,6 +156,17 @@ def _run(command: list[str], folder: Path) -> None:
         raise EnvironmentProblem(f"the null driver does not compile with {command[0]}: {tail}")
 
 
+def _compiled_for(torch: CudaTorch, gpu: Device) -> int:
+    """For which capability (as 90) the kernels of that torch were compiled that this GPU runs: the text that
+    `torch.cuda.get_arch_list()` splits stands in the library."""
+    text = (torch.libraries / "libtorch_python.so").read_bytes()
+    flags = re.search(rb"\0((?:sm|compute)_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0", text)
+    known = [int(n) for n in re.findall(rb"sm_(\d+)", flags[1])] if flags else []
+    major, minor = gpu.sm
+    fitting = [k for k in known if k // 10 == major and k % 10 <= minor]
+    return max(fitting, default=10 * major + minor)
+
+
 def driver_environment(
     torch: CudaTorch, gpu: Device, *, context_bytes: int = 0, devices: int = 1
 ) -> dict[str, str]:
@@ -183,6 +194,7 @@ def driver_environment(
         "SHARED": limits.shared_bytes,
         "SHARED_OPTIN": limits.block_shared_bytes,
         "COUNT": devices,
+        "BINARY": _compiled_for(torch, gpu),
         "CUDA": torch.cuda[0] * 1000 + torch.cuda[1] * 10,
     }
     return {

@@ -274,21 +274,12 @@ def null_driver() -> Any:
     driver.null_on_read.argtypes = [_READ]
     driver.null_communicators.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     driver.null_communicators.restype = None
-    when_cuda_begins(lambda: driver.null_set_binary(_compiled_for()))
     return driver
 
 
 def names(text: bytes) -> list[str]:
     """The names in a list of the null driver's."""
     return text.decode(errors="replace").split("\n")[:-1]
-
-
-def _compiled_for() -> int:
-    """For which capability (as 90) the kernels of this torch were compiled that this GPU runs."""
-    here = torch.cuda.get_device_capability()
-    known = [f.removeprefix("sm_").rstrip("af") for f in torch.cuda.get_arch_list() if f.startswith("sm_")]
-    fitting = [int(k) for k in known if int(k) // 10 == here[0] and int(k) % 10 <= here[1]]
-    return max(fitting, default=10 * here[0] + here[1])
 
 
 def _line_of(frame: Any) -> tuple[str, str]:

@@ -45,6 +45,7 @@ unsigned long long null_setting(const char *key, unsigned long long otherwise) {
   const char *text = getenv(name);
   return text ? strtoull(text, 0, 10) : otherwise;
 }
+static int binary;  // the capability that torch's kernels for this device were compiled for, as 90
 __attribute__((constructor)) static void boot(void) {
   const char *name = getenv("LOWTIDE_NULL_NAME");
   if (name) snprintf(gpu.name, sizeof gpu.name, "%s", name);
@@ -57,6 +58,7 @@ __attribute__((constructor)) static void boot(void) {
   gpu.shared_optin = number("SHARED_OPTIN", gpu.shared_optin);
   gpu.l2 = number("L2", gpu.l2);
   gpu.count = number("COUNT", gpu.count);
+  binary = number("BINARY", 10 * gpu.major + gpu.minor);
   if (gpu.count > MAX_DEVICES) gpu.count = MAX_DEVICES;
   gpu.memory = null_setting("MEMORY", gpu.memory);
   gpu.context = null_setting("CONTEXT", gpu.context);
@@ -64,7 +66,6 @@ __attribute__((constructor)) static void boot(void) {
   // So that no memory of the host comes to lie there, and a read of it by the host is a fault and no silence.
   mmap((void *)BASE, END - BASE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
 }
-static int binary;  // the capability that torch's kernels for this device were compiled for, as 90
 
 // ---- what Python asks and sets ------------------------------------------------------------------------------------
 
@@ -86,7 +87,6 @@ void null_assumed(const char *subject) { note(assumed, sizeof assumed, subject);
 const char *null_missing_names(void) { return missing; }
 const char *null_assumed_names(void) { return assumed; }
 void null_forget_missing(void) { missing[0] = 0; }
-void null_set_binary(int capability) { binary = capability; }
 void null_set_memory(int device, unsigned long long size) { total[device] = size; }
 
 static int (*on_read)(unsigned long long, int);  // bytes that the host reads, what each would be -> what each of them is
@@ -540,8 +540,7 @@ typedef struct {
   int max_threads, registers, ptx, binary, cache, max_dynamic_shared;
 } FuncAttributes;
 int cudaFuncGetAttributes(FuncAttributes *out, const void *f) {
-  int capability = binary ? binary : 10 * gpu.major + gpu.minor;
-  *out = (FuncAttributes){.max_threads = 1024, .registers = 32, .ptx = capability, .binary = capability, .max_dynamic_shared = gpu.shared_optin};
+  *out = (FuncAttributes){.max_threads = 1024, .registers = 32, .ptx = binary, .binary = binary, .max_dynamic_shared = gpu.shared_optin};
   return OK;
 }
 int cudaFuncSetAttribute(const void *f, int attribute, int value) { return OK; }
@@ -733,7 +732,7 @@ const char *cudaGetErrorString(int error) {
     case OUT_OF_MEMORY: return "out of memory";
     case NOT_READY: return "device not ready";
     case NOT_SUPPORTED: break;
-    default: return "an error of the null driver";
+    default: return snprintf(text, sizeof text, "error %d of the null driver", error), text;
   }
   snprintf(text, sizeof text, "the null driver was asked for what it has not: %s", missing);
   for (char *c = text; *c; c++) if (*c == '\n') *c = ' ';

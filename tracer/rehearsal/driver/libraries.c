@@ -7,8 +7,7 @@
 #include <string.h>
 
 static void *loaded(const char *library, const char *function) {  // the real one, where torch has loaded the library
-  void *there = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
-  return there ? dlsym(there, function) : 0;
+  return (library = dlopen(library, RTLD_LAZY | RTLD_NOLOAD)) ? dlsym((void *)library, function) : 0;
 }
 
 // ---- cuBLAS: torch itself allocates its workspaces ------------------------------------------------------------------
@@ -16,8 +15,7 @@ static void *loaded(const char *library, const char *function) {  // the real on
 int cublasGetMathMode(void *handle, int *mode) { return *mode = 0; }
 int cublasGetPointerMode_v2(void *handle, int *mode) { return *mode = 0; }
 int cublasGetVersion_v2(void *handle, int *version) {
-  size_t (*real)(void) = loaded("libcublasLt.so.13", "cublasLtGetVersion");
-  if (!real) real = loaded("libcublasLt.so.12", "cublasLtGetVersion");
+  size_t (*real)(void) = loaded("libcublasLt.so.13", "cublasLtGetVersion") ?: loaded("libcublasLt.so.12", "cublasLtGetVersion");
   *version = real ? (int)real() : 130000;
   return OK;
 }
