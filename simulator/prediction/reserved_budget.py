@@ -57,8 +57,8 @@ def plan_within_reserved(
     limits = limits.together()
     share = replace(limits, seconds=limits.seconds / SHARES)
     own = settings[0].settings
-    # Where no settings can be chosen under which segments grow, one segment that is large enough does as well.
-    ahead = len(settings) == 1 and own is not None and not own.expandable_segments
+    # Where segments do not grow, one that is large enough does as well.
+    ahead = own is not None and not own.expandable_segments
 
     def judged(budget_bytes: int) -> Tried:
         plan = plan_with(planner, problem, budget_bytes, share)
@@ -69,7 +69,7 @@ def plan_within_reserved(
             found.append(Tried(plan, _reserved_bytes(problem, plan, setting), setting))
         best = min(found, key=lambda t: t.reserved_bytes)
         told = best.setting.alloc_conf or "torch's default settings"
-        told += ", asked for in one piece" * (best.setting is not found[0].setting and len(settings) == 1)
+        told += ", asked for in one piece" * (best.setting not in settings)
         added = plan.predicted["plan"]["overhead_percent"]
         say(f"a plan that adds {added:.2f} % reserves {best.reserved_bytes:,} bytes under {told}")
         return best

@@ -47,6 +47,7 @@ COMMANDS: list[tuple[Any, tuple[str, ...]]] = [
     (execute, ("campaign", NOTHING)),
     (simulate, ("", NOTHING)),  # the default command
     (simulate, ("sweep", NOTHING, "--batch-sizes", "8", "--budget", "80%")),
+    (simulate, ("capacity", NOTHING, "--gpus", "h100")),
     (simulate, ("compare", NOTHING, "--budget", "80%")),
     (simulate, ("pareto", NOTHING)),
     (simulate, ("levers", NOTHING)),
