@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -19,9 +20,8 @@ def test_the_guide_is_executed_and_shows_pictures_without_scripts() -> None:
     assert {out["output_type"] for out in outputs} == {"execute_result", "stream"}
     assert sum("<svg" in "".join(out["data"]["text/html"]) for out in outputs if "data" in out) == 3
     text = GUIDE.read_text("utf-8")
-    assert not any(
-        word in text for word in ("<script", "/home/", "/tmp/", "/root/", "site-packages", '"name": "stderr"')
-    )
+    assert not any(word in text for word in ("<script", "site-packages", '"name": "stderr"'))
+    assert not re.search(r"(?<![\w<.:/-])/\w+/", text), "a path of some machine"
 
 
 def test_every_cell_runs_to_what_it_shows() -> None:

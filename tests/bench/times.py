@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import torch
 
 from tests.published.models import SIZES, AdamW, Transformer, cross_entropy
@@ -97,16 +98,14 @@ def made(row: dict[str, str]) -> dict[str, Any]:
     return {**{k: row[k] for k in KEYS}, "work": work}
 
 
-def seconds(work: Iterable[Sequence[int]], row: dict[str, str], fit: Fit) -> float:
+def seconds(work: np.ndarray, row: dict[str, str], fit: Fit) -> float:
     """The sum of the ops' times: `tracer.costs.roofline.op_time_ns` with other efficiencies."""
     board: Device = device(row["gpu"])
     types = {"": "float32", "tf32": "float32", "half": "float16"}.get(row["types"], row["types"])
     peak = board.peak_flops_per_s(types, tf32=row["types"] == "tf32")
-    return sum(
-        max(f / (fit.compute * peak), b / (fit.bandwidth * board.bandwidth_bytes_per_s))
-        + fit.launch_us * 1e-6
-        for f, b in work
-    )
+    flops, moved = work.T
+    each = np.maximum(flops / (fit.compute * peak), moved / (fit.bandwidth * board.bandwidth_bytes_per_s))
+    return float(each.sum() + len(work) * fit.launch_us * 1e-6)
 
 
 def off(found: Iterable[dict[str, Any]], fit: Fit) -> list[float]:
@@ -142,6 +141,8 @@ def main(output: Path, table: Path | None) -> None:
                 continue
             output.write_text(json.dumps(there), encoding="utf-8")
     measured = {" ".join(row[k] for k in KEYS): row["ms"] for row in rows()}
+    for r in there.values():
+        r["work"] = np.asarray(r["work"], float)
     found = [{**r, "ms": measured[key]} for key, r in there.items() if key in measured]
     fitted, judged = halves(found)
     best = min(GRID, key=lambda fit: median(fitted, fit))

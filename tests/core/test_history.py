@@ -29,7 +29,7 @@ from simulator.history.why import why
 from simulator.prediction.ask import question
 from simulator.prediction.step import Prediction, predict
 from tests import tiny
-from tests.core.test_recording import Program, write
+from tests.core.test_recording import Program, halves_and_whole, write
 from traces.errors import LowtideError, SpecError, TraceError
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
@@ -186,22 +186,14 @@ def read_data(data: Any) -> Any:
 
 
 def test_expandable_segments_are_tried_on_the_same_requests() -> None:
-    # 30 and 30 are freed, then 60 is wanted: 120 MiB in fixed segments, 60 in one that grows.
-    p = Program()
-    p.malloc(30 * MIB)
-    p.malloc(30 * MIB)
-    p.free(0)
-    p.free(0)
-    p.malloc(60 * MIB)
+    data = halves_and_whole()
     settings, line = (
-        why(read_data(p.snapshot()), question()).remedies,
+        why(read_data(data), question()).remedies,
         "reserves 60.00 MiB for the same requests in place of 120.00 MiB",
     )
     assert [(r.name, r.saves_bytes) for r in settings] == [("settings", 60 * MIB)]
     assert line in settings[0].words
-    tight = replace(
-        read_data(p.snapshot()), history=replace(history_of(p.snapshot(), "s"), device_bytes=50 * MIB)
-    )
+    tight = replace(read_data(data), history=replace(history_of(data, "s"), device_bytes=50 * MIB))
     found = why(tight, question())
     assert found.over_bytes == 70 * MIB  # 120 reserved of 50
     assert "not enough by itself" in found.sentences()[-1]

@@ -167,15 +167,19 @@ def test_text_that_no_terminal_can_show(tmp_path: Path) -> None:
         assert "Traceback" not in result.output
 
 
-def test_what_if_with_expandable_segments() -> None:
-    # 30 and 30 are freed, then 60 is wanted: 120 MiB in fixed segments, 60 in one that grows.
+def halves_and_whole() -> dict[str, Any]:
+    """30 and 30 MiB are freed, then 60 are wanted: 120 MiB in fixed segments, 60 in one that grows."""
     p = Program()
     p.malloc(30 * MIB)
     p.malloc(30 * MIB)
     p.free(0)
     p.free(0)
     p.malloc(60 * MIB)
-    recording = recording_from_snapshot(p.snapshot(), "made up")
+    return p.snapshot()
+
+
+def test_what_if_with_expandable_segments() -> None:
+    recording = recording_from_snapshot(halves_and_whole(), "made up")
     assert recording.peak_reserved_bytes == 120 * MIB
     assert replay(recording).figures.peak_reserved_bytes == 120 * MIB
     grown = replay(recording, AllocatorSettings(expandable_segments=True))

@@ -157,14 +157,12 @@ def _run(command: list[str], folder: Path) -> None:
 
 
 def _compiled_for(torch: CudaTorch, gpu: Device) -> int:
-    """For which capability (as 90) the kernels of that torch were compiled that this GPU runs: the text that
-    `torch.cuda.get_arch_list()` splits stands in the library."""
-    text = (torch.libraries / "libtorch_python.so").read_bytes()
+    """For which capability (as 90) the kernels of that torch were compiled that this GPU runs."""
+    text = (torch.libraries / "libtorch_python.so").read_bytes()  # has what torch.cuda.get_arch_list() splits
     flags = re.search(rb"\0((?:sm|compute)_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0", text)
     known = [int(n) for n in re.findall(rb"sm_(\d+)", flags[1])] if flags else []
     major, minor = gpu.sm
-    fitting = [k for k in known if k // 10 == major and k % 10 <= minor]
-    return max(fitting, default=10 * major + minor)
+    return max((k for k in known if k // 10 == major and k % 10 <= minor), default=10 * major + minor)
 
 
 def driver_environment(
