@@ -73,9 +73,8 @@ def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
     if best is None and not bound.feasible:
         # The greedy ends where no single step lowers the peak, some percent above what is possible.
         if budget_bytes < floor_bytes < greedy.lowest_peak_bytes:
-            limits = replace(limits, seconds=min(LOWEST_SECONDS, limits.seconds))
-            lower = Search(problem, floor_bytes, limits.clock())
-            anneal(lower, None, limits, ANY_NS, ANY_NS)
+            lower, short = Search(problem, floor_bytes, limits.clock()), min(LOWEST_SECONDS, limits.seconds)
+            anneal(lower, None, replace(limits, seconds=short), ANY_NS, ANY_NS)
             greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, lower.lowest_peak_bytes)
     elif best is None or best.time_ns > good_enough_ns:
         ns_per_byte = bound.price_ns / bound.price_bytes

@@ -17,7 +17,7 @@ from tests.exhaust import draw_trace, frontier
 from traces.records.store import load
 from traces.records.trace import Trace
 
-QUICK = Limits(seconds=1)
+LONG = Limits(seconds=60)  # the walks are as long as in a second; only a slow machine needs the rest
 ALONE = Levers(kinds=())  # recomputation and nothing else
 
 
@@ -27,7 +27,7 @@ def answered(of: Trace | Problem, budget: int, **words: Any) -> Prediction:
 
 
 def refused(
-    of: Trace, budget_bytes: int, limits: Limits = QUICK, constraints: Constraints = NONE
+    of: Trace, budget_bytes: int, limits: Limits = LONG, constraints: Constraints = NONE
 ) -> tuple[int, str]:
     """The lowest peak that the answer tells, and its words."""
     with pytest.raises(Infeasible) as told:
@@ -43,7 +43,7 @@ def test_it_goes_on_where_the_greedy_ends_and_a_plan_of_that_peak_is_found() -> 
         floor_bytes <= now < floor_bytes + (1 << 19)
     )  # some KiB above the floor; the greedy ends 6.3 MiB above
     assert f"({now} bytes), and no plan at all can go below" in words
-    plan = plan_with("search", Problem(of), now, Limits(seconds=2))
+    plan = plan_with("search", Problem(of), now, LONG)
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= now
 
 
@@ -74,6 +74,6 @@ def test_only_below_the_floor_and_by_the_planner_that_can(monkeypatch: pytest.Mo
 def test_constraints_hold_for_it_too() -> None:
     """Nothing may run again: then there is one plan, and its peak is the lowest."""
     of = load("resnet152-cpu/trace-b8")
-    now, words = refused(of, 1, Limits(seconds=1), Constraints(never=("** ::",)))
+    now, words = refused(of, 1, LONG, Constraints(never=("** ::",)))
     assert now == Problem(of).saved.timeline.peak_allocated_bytes
     assert "under the given constraints" in words
