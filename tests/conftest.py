@@ -34,12 +34,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """A run that names no path takes two processes where pytest-xdist is installed and `-n` says nothing else.
 
     Two, since a process may hold the step of a large model. Neighbours stay together, so that the fixtures of a module
-    are made once. What measures a speed (`-m bench`, `-m gpu`) has the machine to itself.
+    are made once. What `-m gpu` measures has the machine to itself.
     """
     options = config.option
     if hasattr(config, "workerinput"):
         return  # this is one of the processes already: it would start two more, and each of them two
-    alone = options.usepdb or options.markexpr in ("bench", "gpu")
+    alone = options.usepdb or options.markexpr == "gpu"
     if not options.file_or_dir and not alone and getattr(options, "numprocesses", 0) is None:
         options.numprocesses = 2
         options.dist = "worksteal"

@@ -17,19 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from tests.bench.recorded import CACHE, directory_of, trace_of
-
-PLANS: Final = {
-    "simulate": "resnet152 --budget 60%",
-    "recompute": "bert-base --budget 60% --levers narrow8",  # which BERT has no use for
-    "levers": "bert-base --budget 60% --allow fp",
+COMMANDS: Final = {
+    "trace": "tracer resnet152 --batch-size 32",
+    "simulate": "simulator resnet152 --budget 60%",
+    "recompute": "simulator bert-base --budget 60% --levers narrow8",  # which BERT has no use for
+    "levers": "simulator bert-base --budget 60% --allow fp",
+    "first": "simulator bert-base --budget 80%",
 }
-NAMES: Final = ("trace", *PLANS, "first")
 
 
 def once(words: list[str], **environment: str) -> tuple[float, float]:
@@ -49,24 +47,17 @@ def once(words: list[str], **environment: str) -> tuple[float, float]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
 
 
-def measure(name: str, model: str, runs: int, cache: Path) -> dict[str, Any]:
-    """The least processor and wall seconds of some runs of one of NAMES."""
-    found = []
+def measure(name: str, runs: int) -> dict[str, Any]:
+    """The least processor and wall seconds of some runs of one of COMMANDS, after one that does not count."""
     with tempfile.TemporaryDirectory() as empty:
-        if name == "trace":
-            words = ["tracer", model, "--batch-size", "32"]
-        elif name in PLANS:
-            words = ["simulator", *PLANS[name].split()]
-        else:
-            small = {"batch_size": 64, "target": "h200"}
-            trace_of(cache, "resnet18", **small)
-            words = ["simulator", str(directory_of(cache, "resnet18", **small)), "--budget", "80%"]
-        if name != "first":
-            once([*words, "-o", f"{empty}/unmeasured"])
-        for run in range(runs):
-            place = {"NUMBA_CACHE_DIR": f"{empty}/{run}"} if name == "first" else {}
-            found.append(once([*words, "-o", f"{empty}/output-{run}"], **place))
-    processor, wall = zip(*found, strict=True)
+        found = [
+            once(
+                [*COMMANDS[name].split(), "-o", f"{empty}/output-{run}"],
+                **({"NUMBA_CACHE_DIR": f"{empty}/{run}"} if name == "first" else {}),
+            )
+            for run in range(runs + 1)
+        ]
+    processor, wall = zip(*found[1:], strict=True)
     return {
         "command": name,
         "processor_s": round(min(processor), 2),
@@ -77,14 +68,12 @@ def measure(name: str, model: str, runs: int, cache: Path) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--only", type=click.Choice(NAMES), multiple=True, help="Not all of them.")
+@click.option("--only", type=click.Choice([*COMMANDS]), multiple=True, help="Not all of them.")
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--trace-model", default="resnet152", show_default=True, help="The model that is traced.")
-@click.option("--cache", type=click.Path(path_type=Path), default=CACHE, help="Where resnet18's trace stays.")
 @click.option("--json", "as_json", is_flag=True)
-def main(only: tuple[str, ...], runs: int, trace_model: str, cache: Path, as_json: bool) -> None:
+def main(only: tuple[str, ...], runs: int, as_json: bool) -> None:
     """Time the commands, one at a time."""
-    rows = [measure(name, trace_model, runs, cache) for name in only or NAMES]
+    rows = [measure(name, runs) for name in only or COMMANDS]
     if as_json:
         click.echo(json.dumps(rows))
         return

@@ -4,46 +4,35 @@ python -m tests.bench.study -o study.html [--svg study.svg] [--gallery FOLDER] [
 
 The page has what Harvard's CS265 systems project asks for (activation checkpointing by μ-TWO): what a step computes
 and holds, first and last uses, the parts of the peak, peak and latency against the batch size with and without
-checkpointing. Beyond that it sets every planner beside the certified bound, and says what of the search matters.
-`--svg` writes its main chart as a picture.
+checkpointing. Beyond that it sets every planner beside the certified bound. `--svg` writes its main chart as a picture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import click
 
 from simulator.bounds import bounder_of
-from simulator.core.limits import Levers
 from simulator.core.problem import Problem, peak_by_category
-from simulator.levers import UNASKED
-from simulator.planners import mu_two, search
-from simulator.planners.mu_two import Found, Search
-from simulator.planners.mu_two_paper import Greedy
-from simulator.planners.outcome import Infeasible, where
+from simulator.planners.outcome import where
 from simulator.prediction.ask import Answer, ask, question
 from simulator.prediction.loop_peaks import peaks_table
 from simulator.prediction.step import provenance as figures_from
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, needed, write_page
 from simulator.report.step import PEAKS_CAPTION, Activation, activations, memory, target_text
-from simulator.report.sweep import _against_batch, _errors
-from simulator.show.tables import CODE, NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
-from simulator.studies.sweep import Sweep
+from simulator.show.tables import CODE, NUMBER, Cell, Table, no, percent_cell, table
 from traces.errors import LowtideError, SpecError
 from traces.files import write_text
 from traces.records.store import load
 from traces.records.trace import (
     ACTIVATION,
     BACKWARD,
-    CATEGORIES,
     FORWARD,
     OPTIMIZER_STATE,
     PARAMETER,
@@ -65,7 +54,6 @@ BOUND: Final = "certified bound"
 TITLES: Final = {"resnet152": "ResNet-152", "bert-base": "BERT-base"}
 DETAILED: Final = {"resnet152": 32, "bert-base": 16}  # the batch sizes that are looked into
 ONE: Final = "60%"  # the budget where one is enough
-CPU: Final = "CPU"
 MOST_BARS: Final = 300
 MOST_KINDS: Final = 10
 METHOD: Final = (
@@ -117,7 +105,6 @@ class Study:
     gallery: Path
     budgets: tuple[str, ...]
     seconds: float
-    say: Callable[[str], None]
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -135,18 +122,10 @@ class Study:
         best |= {s.model: s for s in self.steps if s.batch == DETAILED.get(s.model)}
         return list(best.values())
 
-    @cached_property
-    def measured(self) -> dict[str, Sweep]:
-        """What was measured on a CPU, by folder."""
-        paths = sorted(self.gallery.glob("*-cpu/sweep.json"), reverse=True)
-        return {path.parent.name: Sweep.load(path) for path in paths}
-
-    def ask(self, step: Step, planner: str, budget: str, levers: Levers | None = None) -> Answer:
-        """A planner's answer, by recomputation alone where no levers are given."""
-        self.say(f"{step.title}, {budget}, {planner}")
-        asks = question(budget, planner=planner, seconds=self.seconds)
-        asks = asks.of_planner() if levers is None else replace(asks, levers=levers)
-        return ask(step.problem, asks)
+    def ask(self, step: Step, planner: str, budget: str) -> Answer:
+        """A planner's answer, by recomputation alone."""
+        click.echo(f"{step.title}, {budget}, {planner}", err=True)
+        return ask(step.problem, question(budget, planner=planner, seconds=self.seconds).of_planner())
 
     @cached_property
     def answers(self) -> dict[tuple[str, int, str, str], Answer]:
@@ -162,16 +141,13 @@ class Study:
         return self.answers[step.model, step.batch, budget, planner]
 
     def page(self) -> Page:
-        short = (Text(in_short(self, s), "note") for s in self.looked_into)
         parts = {
-            "Question and method": (*map(Text, METHOD), *short),
+            "Question and method": tuple(map(Text, METHOD)),
             "Computation and memory statistics": statistics(self),
             "First and last use of activations": lifetimes(self),
             "Peak breakdown": breakdown(self),
             "Peak memory and latency against batch size": against_batch(self),
             "Planners beside the bound": beside_the_bound(self),
-            "What of the search matters": ablations(self),
-            "What was measured where": (measured_where(self),),
         }
         names = " and ".join(TITLES.get(s.model, s.model) for s in self.looked_into)
         return Page(
@@ -179,21 +155,6 @@ class Study:
             "What recomputation saves, what it costs, and how near to the best it is",
             [Section(f"{k}. {title}", tuple(of)) for k, (title, of) in enumerate(parts.items(), 1)],
         )
-
-
-def in_short(study: Study, step: Step) -> str:
-    """What the page finds of a step, for one budget."""
-    bound = least(study.found(step))
-    plans = {p: added(study.found(step, p)) for p in PLANNERS}
-    known = sorted((v, named(p)) for p, v in plans.items() if v is not None)
-    refused = [named(p) for p, v in plans.items() if v is None]
-    return (
-        f"In short, {step.title}, within {ONE} of its {show_bytes(step.peak_bytes)}: "
-        + ("no plan fits" if bound is None else f"no plan adds less than {show_percent(bound)} to the step")
-        + "".join(f"; {name} adds {show_percent(v)}" for v, name in known)
-        + (f"; no plan within it by {', '.join(refused)}" if refused else "")
-        + f".{step.source}"
-    )
 
 
 # 2. Statistics
@@ -239,7 +200,7 @@ def statistics(study: Study) -> tuple[Block, ...]:
         ),
         caption=f"Memory of the same steps{study.steps[0].source}",
     )
-    return computation, held, *(t for s in study.looked_into for t in (by_kind(s), by_categories(s)))
+    return computation, held, *map(by_kind, study.looked_into)
 
 
 def by_kind(step: Step) -> Table:
@@ -271,27 +232,6 @@ def by_kind(step: Step) -> Table:
     )
 
 
-def by_categories(step: Step) -> Table:
-    sts, saved = step.trace.storages, step.problem.saved
-    peak = peak_by_category(step.trace, saved.schedule, saved.timeline)
-    sizes = {
-        c: [n for n, k in zip(sts.nbytes, sts.category, strict=True) if k == c and n] for c in CATEGORIES
-    }
-    return table(
-        [c for c in CATEGORIES if sizes[c] or peak.get(c)],
-        (
-            ("category", "", str),
-            ("storages", "count", lambda c: len(sizes[c])),
-            ("bytes over the step", "bytes", lambda c: sum(sizes[c])),
-            ("largest", "bytes", lambda c: max(sizes[c], default=0)),
-            ("at the peak", "bytes", lambda c: peak.get(c, 0)),
-        ),
-        total=("all", *(sum(map(f, sizes.values())) for f in (len, sum)), "", sum(peak.values())),
-        caption=f"{step.title}: storages by category; workspace is what a running op uses beyond its outputs"
-        f"{step.source}",
-    )
-
-
 # 3. First and last use
 
 
@@ -309,14 +249,6 @@ def lifetimes(study: Study) -> tuple[Block, ...]:
             f"the last to be used: {show_percent(100 * half / total, digits=0)} of the bytes lie idle for half of the "
             "step and longer."
         )
-        plan = study.found(step)
-        again = frozenset() if plan.found is None else plan.found.plan.recomputed
-        actions = {True: charts.RECOMPUTED, False: charts.IS_SAVED}
-        points = [
-            (step.trace.ops.name[a.producer], actions[a.storage in again], a.idle_ns / 1e6, a.nbytes / MIB,
-             f"idle {show_time(a.idle_ns)}, {show_bytes(a.nbytes)}")
-            for a in found[: charts.MOST_POINTS]
-        ]  # fmt: skip
         blocks += [
             Text(text),
             Chart(
@@ -325,21 +257,8 @@ def lifetimes(study: Study) -> tuple[Block, ...]:
                 f"making: grey where forward or backward use it, coloured by its size while it lies idle{step.source}",
                 f"{step.title}: from first to last use",
             ),
-            Chart(
-                idle_against_size(points),
-                f"Each activation; its colour is what the plan for {ONE} by search does with it. The axis of sizes "
-                f"grows with the root{step.source}",
-                f"{step.title}: idle time and size",
-            ),
         ]
     return tuple(blocks)
-
-
-def idle_against_size(points: Sequence[tuple[str, str, float, float, str]]) -> dict[str, Any]:
-    alt = needed("altair")
-    x = alt.X("x:Q").title("idle between forward and backward, ms").axis(tickCount=12)
-    y = alt.Y("y:Q").title("size, MiB").scale(type="sqrt")
-    return charts.dots(points, charts.ACTION_COLOURS, x, y, height=250)
 
 
 def life_lines(step: Step, found: Sequence[Activation]) -> dict[str, Any]:
@@ -399,20 +318,6 @@ def against_batch(study: Study) -> tuple[Block, ...]:
             )
             spec = small_multiples(study, steps, is_bytes)
             blocks.append(Chart(spec, text, f"{TITLES.get(model, model)}: {name} against mini-batch size"))
-    for folder, sweep in study.measured.items():
-        title, kind = TITLES.get(sweep.model, sweep.model), f"plan by {sweep.rows[0].planner}"
-        for block in _against_batch(sweep, CPU):
-            assert isinstance(block, Chart)
-            text = (
-                f"Pale: predicted from ops measured on that CPU. Solid: measured; {kind}, the line is its budget "
-                f"[{folder}]"
-            )
-            name = block.title[0].lower() + block.title[1:]
-            blocks.append(replace(block, title=f"{title}, on a CPU: {name}", caption=text))
-        (errors,) = (b for b in _errors(sweep, CPU) if isinstance(b, Table))
-        blocks.append(
-            replace(errors, caption=f"{title}, on a CPU, by batch size. {errors.caption} [{folder}]")
-        )
     return tuple(blocks)
 
 
@@ -479,7 +384,6 @@ def beside_the_bound(study: Study) -> tuple[Block, ...]:
             Text(text),
             Chart(added_time(study, step), caption, f"{step.title}: added time against budget"),
             added_table(study, step),
-            claimed_table(study, step),
         ]
     return tuple(blocks)
 
@@ -495,13 +399,6 @@ def added(answer: Answer) -> float | None:
 def least(answer: Answer) -> float | None:
     bound = answer.bound
     return bound.overhead_percent if bound and bound.feasible else None
-
-
-def lowest(answer: Answer) -> int | None:
-    """The peak of the plan, or else the lowest that the planner reached."""
-    if answer.found is not None:
-        return answer.found.planned.timeline.peak_allocated_bytes
-    return answer.refusal.figures["lowest_peak_bytes"] if isinstance(answer.refusal, Infeasible) else None
 
 
 def added_time(study: Study, step: Step) -> dict[str, Any]:
@@ -535,10 +432,7 @@ def added_table(study: Study, step: Step) -> Table:
     def cell(planner: str, budget: str) -> Cell:
         answer = study.found(step, "search" if planner == BOUND else planner, budget)
         value = least(answer) if planner == BOUND else added(answer)
-        if value is not None:
-            return percent_cell(value, signed=True)
-        reached = None if planner == BOUND else lowest(answer)
-        return no(f"none, {show_percent(100 * reached / step.peak_bytes, digits=1)}" if reached else "none")
+        return no("none") if value is None else percent_cell(value, signed=True)
 
     return table(
         [BOUND, *PLANNERS],
@@ -546,135 +440,8 @@ def added_table(study: Study, step: Step) -> Table:
             ("planner", "", lambda p: named(p)),
             *((b, NUMBER, lambda p, b=b: cell(p, b)) for b in study.budgets),
         ),
-        caption=f"{step.title}: added time by budget. Red: no plan within the budget, and the lowest peak reached, of "
-        f"the peak with everything saved. Each search had {study.seconds:g} s of one processor{step.source}",
-    )
-
-
-def claimed_table(study: Study, step: Step) -> Table:
-    """What the paper's own memory model says of its plans, beside the replay."""
-
-    def row(budget: str) -> tuple[str, int, int, int | None]:
-        answer = study.found(step, "mu-two-paper", budget)
-        limit = answer.budget_bytes or 0
-        return budget, limit, Greedy(step.problem).run(limit), lowest(answer)
-
-    return table(
-        map(row, study.budgets),
-        (
-            ("budget", "", lambda r: r[0]),
-            ("bytes", "bytes", lambda r: r[1]),
-            ("by Algorithm G", "bytes", lambda r: r[2]),
-            ("by the replay", "bytes", lambda r: r[3]),
-            ("Algorithm G is off by", "+bytes", lambda r: UNKNOWN if r[3] is None else r[2] - r[3]),
-            ("within the budget", "", lambda r: yes() if r[3] is not None and r[3] <= r[1] else no()),
-        ),
-        caption=f"{step.title}: the peaks of μ-TWO's plans as printed, by the paper's memory model (Algorithm G, which "
-        f"leaves out what a recomputation's chain holds) and by the replay{step.source}",
-    )
-
-
-# 7. Ablations
-
-
-def as_it_is(greedy: Search, state: Any) -> Found:
-    return Found(state=state, time_ns=greedy.evaluator.cost(state)[1])
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A planner of which parts (module, name) are exchanged, or that may change the step as well."""
-
-    parts: tuple[tuple[Any, str, Callable[..., Any]], ...] = ()
-    planner: str = "search"
-    levers: Levers | None = None
-
-
-STILL: Final = (search, "anneal", lambda greedy, best, *_: best)
-UNTIDY: Final = (mu_two, "tidy", as_it_is)
-WITHOUT: Final = {
-    "search, whole": Variant(),
-    "without annealing": Variant((STILL,)),
-    "without the greedy's start": Variant(((search, "cheapest", lambda greedy: None),)),
-    "without tidying": Variant((UNTIDY, (search, "tidy", as_it_is))),
-    "without exchanges": Variant(((mu_two, "exchanged", lambda greedy, found: found),)),
-    "without other values in place": Variant(((search, "taken", lambda problem: (problem, ())),)),
-    "greedy alone: nor annealing, nor tidying": Variant((STILL, UNTIDY)),
-}
-ALL_BITS: Final = Levers(kinds=tuple(k for k in (*UNASKED, "offload") if k != "tile"))
-WITH: Final = {
-    "with masks and indices in fewer bytes": Variant(levers=Levers()),
-    "with those and copies to host memory": Variant(levers=ALL_BITS),
-    "μ-TWO as printed, swaps as well": Variant(planner="mu-two-swap"),
-    "μ-TWO corrected, copies as well": Variant(planner="mu-two", levers=Levers(kinds=("offload",))),
-}
-
-
-def ablations(study: Study) -> tuple[Block, ...]:
-    text = (
-        "The search is μ-TWO's greedy, corrected, then simulated annealing from its plan, then tidying (what can be is "
-        "saved again, and by exchanges cheap values make room for dear ones); where backward can read another value "
-        "that is saved in any case, it does. Each row lacks one of these, or two. A search that runs out of time "
-        "(those without the greedy's start do) gets further on a faster machine."
-    )
-    more = (
-        "Beyond recomputation: these change the step as well, so the bound above does not hold for them. Copies to "
-        "host memory take what rules of thumb for PCI Express say."
-    )
-    parts = [Text(text), *(_variants(study, step, WITHOUT) for step in study.looked_into)]
-    return *parts, Text(more), *(_variants(study, step, WITH) for step in study.looked_into)
-
-
-def _variants(study: Study, step: Step, variants: Mapping[str, Variant]) -> Table:
-    rows: dict[str, dict[str, Answer]] = {}
-    for name, v in variants.items():
-        with ExitStack() as stack:
-            for part in v.parts:
-                stack.enter_context(patch.object(*part))
-            rows[name] = {b: study.ask(step, v.planner, b, v.levers) for b in study.budgets}
-
-    def cell(name: str, budget: str) -> Cell:
-        value = added(rows[name][budget])
-        return no("none") if value is None else percent_cell(value, signed=True)
-
-    return table(
-        rows,
-        (
-            ("", "", str),
-            *((b, NUMBER, lambda name, b=b: cell(name, b)) for b in study.budgets),
-            ("solve time", "time", lambda name: 1e9 * sum(a.solve_seconds for a in rows[name].values())),
-        ),
-        caption=f"{step.title}: added time by budget; solve time of all budgets together, on the machine that made "
-        f"this page{step.source}",
-    )
-
-
-# 8. Provenance
-
-
-def measured_where(study: Study) -> Table:
-    of: dict[str, list[Step]] = {}
-    for s in study.steps:
-        of.setdefault(s.path.parent.name, []).append(s)
-    ran = dict.fromkeys(of, "nothing was run")
-    for folder, sweep in study.measured.items():
-        paths = [study.gallery / folder / r.trace_path for r in sweep.rows]
-        of[folder] = [Step(sweep.model, path, load(path)) for path in paths]
-        each = (f"batch {r.batch_size}: {', '.join(r.measured) or 'not run'}" for r in sweep.rows)
-        ran[folder] = "; ".join(each)
-    return table(
-        of.items(),
-        (
-            ("in the gallery", CODE, lambda row: row[0]),
-            ("batch sizes", "", lambda row: ", ".join(str(s.batch) for s in row[1])),
-            ("sections", "", lambda row: "5" if row[0] in study.measured else "2 to 7"),
-            ("memory", "", lambda row: figures_from(row[1][0].trace.meta)),
-            ("op times", "", lambda row: row[1][0].trace.origin),
-            ("torch", "", lambda row: row[1][0].trace.meta.torch_version),
-            ("measured as a whole", "", lambda row: ran[row[0]]),
-        ),
-        caption="Every figure of this page, by the traces that it is worked out of. Bounds and plans are computed; "
-        "solve times are of the machine that made this page. No figure here was measured on a GPU.",
+        caption=f"{step.title}: added time by budget. Red: no plan within the budget. Each search had "
+        f"{study.seconds:g} s of one processor{step.source}",
     )
 
 
@@ -686,18 +453,13 @@ def measured_where(study: Study) -> Table:
     "--budgets", default="90%,80%,70%,60%,50%,45%,40%", show_default=True, help="Shares of the peak."
 )
 @click.option("--seconds", type=float, default=2.0, show_default=True, help="Of a search, for each budget.")
-@click.option("-q", "--quiet", is_flag=True)
-def main(output: Path, svg: Path | None, gallery: Path, budgets: str, seconds: float, quiet: bool) -> None:
+def main(output: Path, svg: Path | None, gallery: Path, budgets: str, seconds: float) -> None:
     """Make the page."""
-
-    def say(line: str) -> None:
-        if not quiet:
-            click.echo(line, err=True)
 
     try:
         if not all(b.strip().endswith("%") for b in budgets.split(",")):
             raise SpecError(f"--budgets {budgets}: give shares of the peak such as 90%,60%.")
-        study = Study(gallery, tuple(b.strip() for b in budgets.split(",")), seconds, say)
+        study = Study(gallery, tuple(b.strip() for b in budgets.split(",")), seconds)
         write_page(output, study.page())
         if svg:
             write_text(svg, picture({s.title: added_time(study, s) for s in study.looked_into}))
