@@ -1,14 +1,12 @@
 """A replay of every answer that the commands give, so that a change that shall change none can show that it does not.
 
     python -m tests.bench.answers record DIR                    every answer of this checkout, one file each
-    python -m tests.bench.answers compare DIR DIR2              what differs; exit code 1 if anything does
-    python -m tests.bench.answers check --quick                 ask now, and compare with the committed digests
+    python -m tests.bench.answers check --quick                 ask now; exit code 1 if the committed digests differ
     python -m tests.bench.answers check --quick --against DIR   ask now, and compare with what was recorded
     python -m tests.bench.answers golden DIR                    write the committed digests from a recording
 
 For every day: `check --quick` (the gallery at one budget). Before a large change is done: `check --against DIR`
-(everything). `--only 'GLOB'` asks only about rows whose names match; `--root PATH` asks another checkout; `--ignore
-'GLOB'` looks past key paths whose differences are known and explained. `list` names the rows.
+(everything). `--only 'GLOB'` asks only about rows whose names match; `--root PATH` asks another checkout.
 
 Each row is a command: plans for every trace of the gallery at several budgets, a few of each other question, and three
 runs of `trace`. Recorded are the exit code, the message if it was refused, the whole JSON answer in its own order, and
@@ -22,8 +20,8 @@ path only): then equal seeds make equal plans on any load. A planner that waits 
 stopped after LONGEST_SECONDS. ENOUGH keeps the rows short; the two main models have the default.
 
 A difference reads `row | key path: before -> after`. The committed digests say which part of an answer differs and show
-its main figures; for the values themselves, record the earlier checkout (`git worktree add`, `record --root`) and
-compare. Rows whose trace is another than the recorded one (another torch or Python made it) are named and not compared.
+its main figures; for the values themselves, record the earlier checkout (`git worktree add`, `record --root`) and check
+against that. Rows whose trace is another than the recorded one (another torch or Python) are named and not compared.
 """
 
 from __future__ import annotations
@@ -377,16 +375,16 @@ def _names(items: list[Any]) -> list[Any]:
     return list(range(len(items)))
 
 
-def differences(before: Any, after: Any, ignore: Sequence[str] = ()) -> list[tuple[str, str]]:
+def differences(before: Any, after: Any) -> list[tuple[str, str]]:
     """(key path, `before -> after`) of all that differs, also if only the order of keys or the bytes between do."""
     old, new = ({k: v for k, v in flat(row) if not k.startswith(WRITTEN)} for row in (before, after))
     absent = object()
     found = []
     for path in [*old, *(p for p in new if p not in old)]:
         a, b = old.get(path, absent), new.get(path, absent)
-        if (type(a), a) != (type(b), b) and not any(fnmatch.fnmatchcase(path, glob) for glob in ignore):
+        if (type(a), a) != (type(b), b):
             found.append((path, " -> ".join("(none)" if v is absent else _short(v) for v in (a, b))))
-    if not found and not ignore and json.dumps(before) != json.dumps(after):
+    if not found and json.dumps(before) != json.dumps(after):
         found.append(("(text)", "the same keys and values, written in another way"))
     return found
 
@@ -396,18 +394,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 160 else f"{text[:100]} ... {text[-50:]}"
 
 
-def show_differences(
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    *,
-    ignore: Sequence[str],
-    partial: bool,
-    everything: bool,
-) -> bool:
-    """Print what differs and a summary; whether anything does."""
+def show_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Print what differs of the rows that were asked, and a summary; whether anything does."""
     both = [name for name in after if name in before]
-    lost = [] if partial else [name for name in before if name not in after]
-    fresh = [name for name in after if name not in before]
     by_key: Counter[str] = Counter()
     changed, other_trace = 0, 0
     for name in both:
@@ -415,23 +404,23 @@ def show_differences(
             other_trace += 1
             click.echo(f"{name} | another trace than the recorded one: not compared")
             continue
-        found = differences(before[name], after[name], ignore)
+        found = differences(before[name], after[name])
         changed += bool(found)
         by_key.update({_general(path) for path, _ in found})
-        for path, change in found if everything else found[:SHOWN]:
+        for path, change in found[:SHOWN]:
             click.echo(f"{name} | {path}: {change}")
-        if len(found) > SHOWN and not everything:
-            click.echo(f"{name} | and {len(found) - SHOWN} more (--all shows them)")
-    for title, names in (("only before", lost), ("only after", fresh)):
-        for name in names:
-            click.echo(f"{name} | {title}")
+        if len(found) > SHOWN:
+            click.echo(f"{name} | and {len(found) - SHOWN} more")
+    fresh = [name for name in after if name not in before]
+    for name in fresh:
+        click.echo(f"{name} | only after")
     if by_key:
         click.echo("Rows by key: " + ", ".join(f"{key} {n}" for key, n in by_key.most_common(20)))
     click.echo(
-        f"{len(both) - other_trace} rows compared: {changed} differ; {len(lost)} only before, {len(fresh)} only after, "
+        f"{len(both) - other_trace} rows compared: {changed} differ; {len(fresh)} only after, "
         f"{other_trace} about another trace."
     )
-    return bool(changed or lost or fresh or other_trace or not both)
+    return bool(changed or fresh or other_trace or not both)
 
 
 def _general(path: str) -> str:
@@ -460,17 +449,6 @@ def _asking(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _comparing(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option("--ignore", multiple=True, help="Key paths (a glob) whose differences are known."),
-        click.option(
-            "--all", "everything", is_flag=True, help="Every difference, not the first of each row."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
 def _ask(
     root: Path, python: str, quick: bool, only: str, take: Callable[[Row, dict[str, Any]], None]
 ) -> None:
@@ -484,15 +462,6 @@ def _ask(
             take(row, asker.answer(row))
             click.echo(f"[{k + 1}/{len(rows)}] {row.name}: {time.perf_counter() - start:.1f} s", err=True)
     click.echo(f"{len(rows)} rows asked in {time.perf_counter() - begin:.0f} s", err=True)
-
-
-@main.command("list")
-@_asking
-def list_command(root: Path, python: str, quick: bool, only: str) -> None:
-    """Name the rows, with their commands."""
-    for row in rows_of(ROOT / "traces", quick=quick):
-        if fnmatch.fnmatchcase(row.name, only):
-            click.echo(f"{row.name}\n    {' '.join(row.words)}")
 
 
 @main.command("record")
@@ -509,35 +478,12 @@ def record_command(directory: Path, root: Path, python: str, quick: bool, only: 
     _ask(root, python, quick, only, write)
 
 
-@main.command("compare")
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
-@click.option("--partial", is_flag=True, help="Rows that only BEFORE has are no difference.")
-@_comparing
-def compare_command(
-    before: Path, after: Path, partial: bool, ignore: tuple[str, ...], everything: bool
-) -> None:
-    """Print what differs between two recordings."""
-    old, new = recorded(before), recorded(after)
-    if show_differences(old, new, ignore=ignore, partial=partial, everything=everything):
-        sys.exit(1)
-
-
 @main.command("check")
 @click.option(
     "--against", type=click.Path(path_type=Path), help="A recording (default: the committed digests)."
 )
 @_asking
-@_comparing
-def check_command(
-    against: Path | None,
-    root: Path,
-    python: str,
-    quick: bool,
-    only: str,
-    ignore: tuple[str, ...],
-    everything: bool,
-) -> None:
+def check_command(against: Path | None, root: Path, python: str, quick: bool, only: str) -> None:
     """Ask now, and print what differs from what was recorded."""
     before = golden_rows() if against is None else recorded(against)
     after: dict[str, Any] = {}
@@ -546,7 +492,7 @@ def check_command(
         after[row.name] = shortened(answer) if against is None else answer
 
     _ask(root, python, quick, only, take)
-    if show_differences(before, after, ignore=ignore, partial=True, everything=everything):
+    if show_differences(before, after):
         sys.exit(1)
 
 
