@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,8 @@ from tracer.rehearsal.driver import find_cuda_torch
 from traces.errors import EnvironmentProblem
 
 pytest_plugins = ["tests.limits"]
+# Where there is no torch, `core` and `bench` are all.
+collect_ignore = [] if find_spec("torch") else ["frameworks", "gpu", "published", "rehearsal", "torch"]
 
 # Imports make much and drop little: the garbage collector need not look while tests are collected.
 gc.disable()

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from tests.torch.conftest import call  # noqa: E402
-from traces.devices import board_of  # noqa: E402
-from traces.provenance import MEASURED_CUDA, REHEARSED, rehearsing  # noqa: E402
+from tests.torch.conftest import call
+from traces.devices import board_of
+from traces.provenance import MEASURED_CUDA, REHEARSED, rehearsing
 
 # A convnet, and transformers with and without dropout; small, so that all of it takes minutes.
 MODELS: dict[str, dict[str, Any]] = {

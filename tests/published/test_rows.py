@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tests.bench import published, rehearsed  # noqa: E402
+from tests.bench import published, rehearsed
 
 HERE = Path(__file__).parent
 TABLE = published.rows()

@@ -17,23 +17,21 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import executor.plans as plans  # noqa: E402
-from executor import apply_plan, measure, verify  # noqa: E402
-from executor.plans import Outcome, Settings  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.planners import plan_with  # noqa: E402
-from simulator.prediction.step import text, warnings_of  # noqa: E402
-from tests.core.test_readme import measurement  # noqa: E402
-from tracer import trace  # noqa: E402
-from traces.errors import CaptureError, PlanError, SpecError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
+import executor.plans as plans
+from executor import apply_plan, measure, verify
+from executor.plans import Outcome, Settings
+from simulator.core.problem import Problem
+from simulator.planners import plan_with
+from simulator.prediction.step import text, warnings_of
+from tests.core.test_readme import measurement
+from tracer import trace
+from traces.errors import CaptureError, PlanError, SpecError
+from traces.records.plan import Plan
+from traces.records.trace import Trace
 
 
 class Net(nn.Module):

@@ -9,24 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import executor.backend as module_module  # noqa: E402
-import executor.graphs.graph as backend_module  # noqa: E402
-from executor import apply_plan  # noqa: E402
-from executor.verifying import _difference, _train, verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.capture.passes import dropout as dropout_module  # noqa: E402
-from tracer.record import program as program_module  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import CaptureError, PlanError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
+import executor.backend as module_module
+import executor.graphs.graph as backend_module
+from executor import apply_plan
+from executor.verifying import _difference, _train, verify
+from simulator.core.problem import Problem
+from tests.torch import small_nets
+from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
+from tracer.capture.passes import dropout as dropout_module
+from tracer.record import program as program_module
+from tracer.step.step import load_spec
+from traces.errors import CaptureError, PlanError
+from traces.records.plan import Plan
 
 RESIDUAL = small_nets.spec("residual")
 

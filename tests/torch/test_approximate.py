@@ -5,25 +5,23 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor.plans import Settings, measure_plan  # noqa: E402
-from executor.training.module import apply_plan  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, plan_of, step_of  # noqa: E402
-from tracer.costs.approximate import approximate_events, rerun_workspaces  # noqa: E402
-from tracer.costs.signature import of_call  # noqa: E402
-from tracer.record.program import Program, program_of  # noqa: E402
-from tracer.record.step import capture_step, trace_step  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.devices import device  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
-from traces.records.trace import WORKSPACE, Trace  # noqa: E402
+from executor.plans import Settings, measure_plan
+from executor.training.module import apply_plan
+from tests.torch import small_nets
+from tests.torch.steps import build_of, plan_of, step_of
+from tracer.costs.approximate import approximate_events, rerun_workspaces
+from tracer.costs.signature import of_call
+from tracer.record.program import Program, program_of
+from tracer.record.step import capture_step, trace_step
+from tracer.step.step import load_spec
+from traces.devices import device
+from traces.errors import PlanError
+from traces.records.plan import Plan
+from traces.records.trace import WORKSPACE, Trace
 
 aten = torch.ops.aten
 MIB = 2**20

@@ -7,23 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor import apply_plan, fit  # noqa: E402
-from executor.backend import lowtide  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.prediction import ask as simulator  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.capture.compiling import SETTINGS  # noqa: E402
-from tracer.measure.probes import cpu_loop  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import BudgetError, CaptureError, PlanError, SpecError  # noqa: E402
+from executor import apply_plan, fit
+from executor.backend import lowtide
+from simulator.core.problem import Problem
+from simulator.prediction import ask as simulator
+from tests.torch import small_nets
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from tracer.capture.compiling import SETTINGS
+from tracer.measure.probes import cpu_loop
+from tracer.step.step import load_spec
+from traces.errors import BudgetError, CaptureError, PlanError, SpecError
 
 
 class Deep(nn.Module):

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from tracer.step.batch import split_batch, to_device  # noqa: E402
-from traces.errors import SpecError  # noqa: E402
+from tracer.step.batch import split_batch, to_device
+from traces.errors import SpecError
 
 A, B, T = torch.zeros(1), torch.zeros(2), torch.zeros(3)
 Pair = namedtuple("Pair", "a b")

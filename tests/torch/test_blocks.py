@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from executor import apply_plan, remove_plan, unplanned  # noqa: E402
-from executor.training.wrapped import blocks_of  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
-from traces.records.plan import BlockPlan, BlockPlans, Plan, load_plan  # noqa: E402
+from executor import apply_plan, remove_plan, unplanned
+from executor.training.wrapped import blocks_of
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from traces.errors import PlanError
+from traces.records.plan import BlockPlan, BlockPlans, Plan, load_plan
 
 
 class Block(nn.Module):

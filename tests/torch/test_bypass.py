@@ -10,19 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor import apply_plan, remove_plan, unplanned  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.small_nets import Residual, spec  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import CaptureError, PlanError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
+from executor import apply_plan, remove_plan, unplanned
+from simulator.core.problem import Problem
+from tests.torch.small_nets import Residual, spec
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from tracer.step.step import load_spec
+from traces.errors import CaptureError, PlanError
+from traces.records.plan import Plan
 
 
 @pytest.fixture(scope="module")

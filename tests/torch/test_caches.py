@@ -7,16 +7,13 @@ import weakref
 from functools import lru_cache, wraps
 from typing import Any
 
-import pytest
+import torch
+from torch import fx, nn
 
-torch = pytest.importorskip("torch")
-
-from torch import fx, nn  # noqa: E402
-
-from executor import apply_plan  # noqa: E402
-from executor.verifying import verify  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recorded  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
+from executor import apply_plan
+from executor.verifying import verify
+from tests.torch.steps import build_of, plan_of, recorded
+from tracer.measure.step import measure
 
 
 def cached_unless_compiling(function: Any) -> Any:

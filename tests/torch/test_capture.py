@@ -7,23 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, program, recorded  # noqa: E402
-from tracer.capture.capture import Capturing  # noqa: E402
-from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
-from tracer.record.eager import EagerRecorder  # noqa: E402
-from tracer.record.program import Program, is_random  # noqa: E402
-from tracer.record.step import capture_step  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from tracer.step.user_errors import blame  # noqa: E402
-from traces.errors import CaptureError  # noqa: E402
-from traces.records.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402
+from tests.torch import small_nets
+from tests.torch.steps import build_of, program, recorded
+from tracer.capture.capture import Capturing
+from tracer.capture.passes.dropout import _scale, dropout_mask
+from tracer.record.eager import EagerRecorder
+from tracer.record.program import Program, is_random
+from tracer.record.step import capture_step
+from tracer.step.step import load_spec
+from tracer.step.user_errors import blame
+from traces.errors import CaptureError
+from traces.records.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM
 
 aten = torch.ops.aten
 

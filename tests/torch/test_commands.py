@@ -13,24 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
-torch = pytest.importorskip("torch")
-
-import executor.plans as plans  # noqa: E402
-import tracer.api  # noqa: E402
-from executor.cli.main import execute  # noqa: E402
-from executor.measuring import Job, JobResult, perform, run_job  # noqa: E402
-from simulator.cli.main import main as simulate  # noqa: E402
-from tests import tiny  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import recompute_all, recorded  # noqa: E402
-from tracer.cli.main import trace  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import EnvironmentProblem, OutOfMemoryProblem  # noqa: E402
-from traces.records import store  # noqa: E402
-from traces.records.measurement import RunFigures, Verification  # noqa: E402
-from traces.records.plan import Action, Plan  # noqa: E402
+import executor.plans as plans
+import tracer.api
+from executor.cli.main import execute
+from executor.measuring import Job, JobResult, perform, run_job
+from simulator.cli.main import main as simulate
+from tests import tiny
+from tests.torch import small_nets
+from tests.torch.steps import recompute_all, recorded
+from tracer.cli.main import trace
+from tracer.step.step import load_spec
+from traces.errors import EnvironmentProblem, OutOfMemoryProblem
+from traces.records import store
+from traces.records.measurement import RunFigures, Verification
+from traces.records.plan import Action, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = small_nets.spec("mlp")

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from tracer.costs.roofline import op_bytes, op_flops  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
+from tracer.costs.roofline import op_bytes, op_flops
+from tracer.step.step import load_spec
 
 
 def test_the_defaults_of_tf32_are_torchs() -> None:

@@ -9,22 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor.graphs.match import program_actions  # noqa: E402
-from executor.rewrite import rewrite  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.schedule import build as build_schedule  # noqa: E402
-from tests.torch.steps import plan_of, random_actions, recompute_all, step_of  # noqa: E402
-from tracer.capture.passes.batch_norm import takes_cudnn  # noqa: E402
-from tracer.record.program import Program, program_of  # noqa: E402
-from tracer.record.step import capture_step  # noqa: E402
-from traces.devices import device  # noqa: E402
-from traces.records.trace import EFFECT, Trace  # noqa: E402
+from executor.graphs.match import program_actions
+from executor.rewrite import rewrite
+from simulator.core.problem import Problem
+from simulator.core.schedule import build as build_schedule
+from tests.torch.steps import plan_of, random_actions, recompute_all, step_of
+from tracer.capture.passes.batch_norm import takes_cudnn
+from tracer.record.program import Program, program_of
+from tracer.record.step import capture_step
+from traces.devices import device
+from traces.records.trace import EFFECT, Trace
 
 aten = torch.ops.aten
 

@@ -13,22 +13,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from executor import apply_plan, remove_plan  # noqa: E402
-from executor.graphs.hand_over import Pool  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.measure.probes import cpu_loop  # noqa: E402
-from traces.errors import CaptureError  # noqa: E402
-from traces.records.plan import BlockPlan, BlockPlans, Plan  # noqa: E402
+from executor import apply_plan, remove_plan
+from executor.graphs.hand_over import Pool
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from tracer.measure.probes import cpu_loop
+from traces.errors import CaptureError
+from traces.records.plan import BlockPlan, BlockPlans, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 48

@@ -14,7 +14,6 @@ from executor.cli.main import execute
 from simulator.cli.main import main as simulate
 from tracer.cli.main import trace
 
-pytest.importorskip("torch")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 

@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from executor.cli.main import execute  # noqa: E402
-from executor.exports import exports  # noqa: E402
-from simulator.prediction import ask as simulator  # noqa: E402
-from tests.torch.steps import peaks, recorded  # noqa: E402
-from tracer.step.loop import TrainingStep  # noqa: E402
-from tracer.step.step import BuildStep, load_spec  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
-from traces.records.plan import Plan, Rewrite  # noqa: E402
+from executor.cli.main import execute
+from executor.exports import exports
+from simulator.prediction import ask as simulator
+from tests.torch.steps import peaks, recorded
+from tracer.step.loop import TrainingStep
+from tracer.step.step import BuildStep, load_spec
+from traces.errors import PlanError
+from traces.records.plan import Plan, Rewrite
 
 NET = """
 import torch

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from tracer import trace  # noqa: E402
+from tracer import trace
 
 
 class Config:

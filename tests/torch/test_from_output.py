@@ -6,21 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from executor.verifying import verify  # noqa: E402
-from simulator.core.from_output import KIND, swaps  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.planners import plan_with  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.conftest import Measurer  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.records.plan import Action, Plan  # noqa: E402
+from executor.verifying import verify
+from simulator.core.from_output import KIND, swaps
+from simulator.core.problem import Problem
+from simulator.planners import plan_with
+from tests.torch import small_nets
+from tests.torch.conftest import Measurer
+from tests.torch.steps import recorded
+from tracer.measure.step import measure
+from tracer.step.step import load_spec
+from traces.records.plan import Action, Plan
 
 aten = torch.ops.aten
 Pair = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor.verifying import verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.capture.torch_fixes.grouped import true_results  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
+from executor.verifying import verify
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from tracer.capture.torch_fixes.grouped import true_results
+from tracer.measure.step import measure
 
 
 def operands(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> tuple[Any, Any, Any]:

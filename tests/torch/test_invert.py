@@ -5,26 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor.inverted import ops  # noqa: E402
-from executor.verifying import verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.levers import exactness_of, rewritten_problem  # noqa: E402
-from simulator.levers.invert import offer  # noqa: E402
-from simulator.levers.pack import offer as packable  # noqa: E402
-from simulator.planners import plan_with  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.conftest import Measurer  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.records.plan import Plan, Rewrite  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
+from executor.inverted import ops
+from executor.verifying import verify
+from simulator.core.problem import Problem
+from simulator.levers import exactness_of, rewritten_problem
+from simulator.levers.invert import offer
+from simulator.levers.pack import offer as packable
+from simulator.planners import plan_with
+from tests.torch import small_nets
+from tests.torch.conftest import Measurer
+from tests.torch.steps import recorded
+from tracer.measure.step import measure
+from tracer.step.step import load_spec
+from traces.records.plan import Plan, Rewrite
+from traces.records.trace import Trace
 
 # What torch.compile imports says of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")

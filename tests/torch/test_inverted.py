@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from executor.inverted import GELU, SiLU, convert, ops  # noqa: E402
-from executor.inverted.fits import FITS, two_bits  # noqa: E402
-from executor.inverted.formulas import DIGITS, FORWARD, slope  # noqa: E402
-from tests.bench.inverted_fit import FUNCTIONS, left_points, right_points  # noqa: E402
-from tracer.step.named.vision import import_torchvision  # noqa: E402
+from executor.inverted import GELU, SiLU, convert, ops
+from executor.inverted.fits import FITS, two_bits
+from executor.inverted.formulas import DIGITS, FORWARD, slope
+from tests.bench.inverted_fit import FUNCTIONS, left_points, right_points
+from tracer.step.named.vision import import_torchvision
 
 # What torch.compile imports says of torch itself.
 pytestmark = [

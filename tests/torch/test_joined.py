@@ -8,35 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from executor import apply_plan, fit  # noqa: E402
-from executor.fitting.gradient_errors import gradient_errors  # noqa: E402
-from executor.verifying import verify  # noqa: E402
-from simulator import Infeasible, plan  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.levers import rewritten_problem  # noqa: E402
-from tests.torch.conftest import Measurer  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
-from tests.torch.test_tile import (  # noqa: E402
+from executor import apply_plan, fit
+from executor.fitting.gradient_errors import gradient_errors
+from executor.verifying import verify
+from simulator import Infeasible, plan
+from simulator.core.problem import Problem
+from simulator.levers import rewritten_problem
+from tests.torch.conftest import Measurer
+from tests.torch.steps import recorded
+from tests.torch.test_tile import (
     HEADS,
     WORDS,
     Net,
     flat,
     in_tiles,
 )
-from tracer import trace  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.recording import record_real  # noqa: E402
-from tracer.step.joined import WithLoss  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.devices import device as device_entry  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
-from traces.records.gradient_errors import GradientErrors  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
+from tracer import trace
+from tracer.measure.step import measure
+from tracer.recording import record_real
+from tracer.step.joined import WithLoss
+from tracer.step.step import load_spec
+from traces.devices import device as device_entry
+from traces.errors import PlanError
+from traces.records.gradient_errors import GradientErrors
+from traces.records.trace import Trace
 
 
 class Logits(Net):

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from simulator import simulate  # noqa: E402
-from tests.torch.steps import build_of, peaks, recorded  # noqa: E402
-from tracer.costs.roofline import result_bytes  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
+from simulator import simulate
+from tests.torch.steps import build_of, peaks, recorded
+from tracer.costs.roofline import result_bytes
+from tracer.measure.step import measure
 
 aten = torch.ops.aten
 CALLS: list[tuple[Any, tuple[Any, ...]]] = [

@@ -8,24 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor.verifying import verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.prediction.ask import simulate  # noqa: E402
-from tests.torch.steps import peaks, plan_of, recompute_all, step_of  # noqa: E402
-from tracer import trace  # noqa: E402
-from tracer.recording import record_fake, record_real  # noqa: E402
-from tracer.step.loop_options import parse_around  # noqa: E402
-from tracer.step.step import BuildStep, load_spec  # noqa: E402
-from tracer.step.user_step import move_averages  # noqa: E402
-from traces.devices import device  # noqa: E402
-from traces.errors import LowtideError, SpecError  # noqa: E402
-from traces.records.trace import GRADIENT, Trace  # noqa: E402
+from executor.verifying import verify
+from simulator.core.problem import Problem
+from simulator.prediction.ask import simulate
+from tests.torch.steps import peaks, plan_of, recompute_all, step_of
+from tracer import trace
+from tracer.recording import record_fake, record_real
+from tracer.step.loop_options import parse_around
+from tracer.step.step import BuildStep, load_spec
+from tracer.step.user_step import move_averages
+from traces.devices import device
+from traces.errors import LowtideError, SpecError
+from traces.records.trace import GRADIENT, Trace
 
 CPU = device("cpu")
 LOOPS: dict[str, dict[str, Any]] = {

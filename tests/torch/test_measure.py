@@ -7,22 +7,20 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-import tracer.measure.step as measuring  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, recorded  # noqa: E402
-from tracer.measure.probes import Round, Watch, on_cpu, settle, timed_on_cpu  # noqa: E402
-from tracer.measure.runner import GraphRunner, step_code  # noqa: E402
-from tracer.measure.step import measure, with_the_rest  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import TraceError  # noqa: E402
-from traces.records.store import validate  # noqa: E402
-from traces.records.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
+import tracer.measure.step as measuring
+from tests.torch import small_nets
+from tests.torch.steps import build_of, recorded
+from tracer.measure.probes import Round, Watch, on_cpu, settle, timed_on_cpu
+from tracer.measure.runner import GraphRunner, step_code
+from tracer.measure.step import measure, with_the_rest
+from tracer.step.step import load_spec
+from traces.errors import TraceError
+from traces.records.store import validate
+from traces.records.trace import EAGER, MUTATES, VIEW, Trace
 
 
 @pytest.fixture(scope="module")

@@ -26,27 +26,25 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: E402
-from torch.autograd import forward_ad  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.nn.utils import prune  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from executor import apply_plan, unplanned  # noqa: E402
-from executor.graphs.unchanged import digest as _digest  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.capture.capture import Capturing  # noqa: E402
-from tracer.torch_api import FakeTensor, pytree  # noqa: E402
-from traces.errors import CaptureError, LowtideError, PlanError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
+from executor import apply_plan, unplanned
+from executor.graphs.unchanged import digest as _digest
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from tracer.capture.capture import Capturing
+from tracer.torch_api import FakeTensor, pytree
+from traces.errors import CaptureError, LowtideError, PlanError
+from traces.records.plan import Plan
 
 CHANGED = "modified by an inplace operation"  # torch's own error of what backward reads
 EQUAL = "equal"  # how a row may end; otherwise a part of the error's words

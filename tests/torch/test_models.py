@@ -12,22 +12,19 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-
-from tests.torch import small_nets  # noqa: E402
-from tracer.record.step import capture_step, trace_step  # noqa: E402
-from tracer.step.loop import TrainingStep, run_step  # noqa: E402
-from tracer.step.named.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
-from tracer.step.named.vision import classification_loss, import_torchvision  # noqa: E402
-from tracer.step.optimizers import choose_as_on_cuda  # noqa: E402
-from tracer.step.step import BuildStep, load_spec  # noqa: E402
-from traces.devices import device  # noqa: E402
-from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError  # noqa: E402
+from tests.torch import small_nets
+from tracer.record.step import capture_step, trace_step
+from tracer.step.loop import TrainingStep, run_step
+from tracer.step.named.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models
+from tracer.step.named.vision import classification_loss, import_torchvision
+from tracer.step.optimizers import choose_as_on_cuda
+from tracer.step.step import BuildStep, load_spec
+from traces.devices import device
+from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError
 
 NAMES = [m.name for m in list_models()]
 # Parameter counts from torchvision's documentation and the publications' checkpoints.

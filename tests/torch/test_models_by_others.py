@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from executor.verifying import verify  # noqa: E402
-from simulator.prediction import ask as simulator  # noqa: E402
-from tests.bench import architectures  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import BudgetError  # noqa: E402
+from executor.verifying import verify
+from simulator.prediction import ask as simulator
+from tests.bench import architectures
+from tests.torch.steps import recorded
+from tracer.step.step import load_spec
+from traces.errors import BudgetError
 
 BUDGETS = ("85%", "95%")  # the second where the first is below the floor
 SMALL: dict[str, Any] = {

@@ -9,16 +9,13 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-
-from tracer.step.loop import TrainingStep, run_step  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import SpecError  # noqa: E402
-from traces.model_spec import short_name, split_reference  # noqa: E402
+from tracer.step.loop import TrainingStep, run_step
+from tracer.step.step import load_spec
+from traces.errors import SpecError
+from traces.model_spec import short_name, split_reference
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT = {**SMALL, "vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0}

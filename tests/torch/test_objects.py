@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from tracer.rehearsal.objects import SMALL_BYTES, load, save  # noqa: E402
-from traces.errors import SpecError  # noqa: E402
+from tracer.rehearsal.objects import SMALL_BYTES, load, save
+from traces.errors import SpecError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-import tracer.costs.cost as op_cost  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
-from tracer.costs.cost import APPROXIMATE, MEASURED, NONE, Cost, Costs  # noqa: E402
-from tracer.costs.rows import OpRow  # noqa: E402
-from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.devices import device  # noqa: E402
-from traces.records.trace import FORWARD, VIEW  # noqa: E402
+import tracer.costs.cost as op_cost
+from tests.torch import small_nets
+from tests.torch.steps import recorded
+from tracer.costs.cost import APPROXIMATE, MEASURED, NONE, Cost, Costs
+from tracer.costs.rows import OpRow
+from tracer.costs.signature import Signature, TensorSpec
+from tracer.step.step import load_spec
+from traces.devices import device
+from traces.records.trace import FORWARD, VIEW
 
 CPU, GPU = device("cpu"), device("h200")
 

@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from simulator.allocator.reserved import reserved_peak  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, peaks  # noqa: E402
-from tracer.record.step import trace_step  # noqa: E402
-from tracer.recording import record_fake, record_real  # noqa: E402
-from traces.devices import device  # noqa: E402
+from simulator.allocator.reserved import reserved_peak
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, peaks
+from tracer.record.step import trace_step
+from tracer.recording import record_fake, record_real
+from traces.devices import device
 
 CPU = device("cpu")
 

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from executor.verifying import verify  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recorded  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.step.step import BuildStep  # noqa: E402
-from traces.errors import CaptureError  # noqa: E402
+from executor.verifying import verify
+from tests.torch.steps import build_of, plan_of, recorded
+from tracer.measure.step import measure
+from tracer.step.step import BuildStep
+from traces.errors import CaptureError
 
 Outputs = tuple[torch.Tensor, ...]
 

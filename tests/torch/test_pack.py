@@ -6,30 +6,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor import fit  # noqa: E402
-from executor.codecs.payloads import seed  # noqa: E402
-from executor.fitting.gradient_errors import gradient_errors  # noqa: E402
-from executor.graphs.edited import rewritten  # noqa: E402
-from executor.verifying import verify  # noqa: E402
-from simulator.core.formats import FORMATS  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.levers import rewritten_problem  # noqa: E402
-from simulator.levers.pack import offer  # noqa: E402
-from simulator.prediction import ask as api  # noqa: E402
-from tests.torch import small_nets, steps  # noqa: E402
-from tests.torch.conftest import Measurer  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import PlanError, SpecError  # noqa: E402
-from traces.records.plan import Plan, Rewrite, label_actions  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
+from executor import fit
+from executor.codecs.payloads import seed
+from executor.fitting.gradient_errors import gradient_errors
+from executor.graphs.edited import rewritten
+from executor.verifying import verify
+from simulator.core.formats import FORMATS
+from simulator.core.problem import Problem
+from simulator.levers import rewritten_problem
+from simulator.levers.pack import offer
+from simulator.prediction import ask as api
+from tests.torch import small_nets, steps
+from tests.torch.conftest import Measurer
+from tests.torch.steps import recorded
+from tracer.measure.step import measure
+from tracer.step.step import load_spec
+from traces.errors import PlanError, SpecError
+from traces.records.plan import Plan, Rewrite, label_actions
+from traces.records.trace import Trace
 
 
 class Net(nn.Module):

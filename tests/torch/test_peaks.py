@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from executor.measuring import Job, perform  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.conftest import Measurer  # noqa: E402
-from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.records.plan import Action, Plan  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
+from executor.measuring import Job, perform
+from simulator.core.problem import Problem
+from tests.torch import small_nets
+from tests.torch.conftest import Measurer
+from tests.torch.steps import random_actions, recompute_all, recorded
+from tracer.measure.step import measure
+from tracer.step.step import load_spec
+from traces.records.plan import Action, Plan
+from traces.records.trace import Trace
 
 STEPS = 3  # the third is steady
 

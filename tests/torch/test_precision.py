@@ -8,29 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import executor.measuring as measuring  # noqa: E402
-from executor import fit  # noqa: E402
-from executor.measuring import Job, perform  # noqa: E402
-from executor.training.module import apply_plan  # noqa: E402
-from executor.verifying import KINDS, SCALER, verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.precision.policy import Autocast, ambient, parse_policy  # noqa: E402
-from tracer.record.program import program_of  # noqa: E402
-from tracer.record.step import capture_step  # noqa: E402
-from tracer.step.loop import run_step  # noqa: E402
-from tracer.step.step import BuildStep, load_spec, under_policy  # noqa: E402
-from traces.errors import PlanError, SpecError, TraceError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
+import executor.measuring as measuring
+from executor import fit
+from executor.measuring import Job, perform
+from executor.training.module import apply_plan
+from executor.verifying import KINDS, SCALER, verify
+from simulator.core.problem import Problem
+from tests.torch import small_nets
+from tests.torch.steps import random_actions, recompute_all, recorded
+from tracer.measure.step import measure
+from tracer.precision.policy import Autocast, ambient, parse_policy
+from tracer.record.program import program_of
+from tracer.record.step import capture_step
+from tracer.step.loop import run_step
+from tracer.step.step import BuildStep, load_spec, under_policy
+from traces.errors import PlanError, SpecError, TraceError
+from traces.records.plan import Plan
+from traces.records.trace import Trace
 
 TIED = small_nets.spec("tied")
 MLP = small_nets.spec("mlp")

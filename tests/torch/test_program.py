@@ -6,18 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, program, recorded  # noqa: E402
-from tracer.record.program import Program, inplace_twin  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.records.trace import FORWARD, VIEW, Trace  # noqa: E402
+from simulator.core.problem import Problem
+from tests.torch import small_nets
+from tests.torch.steps import build_of, program, recorded
+from tracer.record.program import Program, inplace_twin
+from tracer.step.step import load_spec
+from traces.records.trace import FORWARD, VIEW, Trace
 
 aten = torch.ops.aten
 

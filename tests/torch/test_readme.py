@@ -9,10 +9,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("torch")
-
 from executor.cli.main import answer
 from executor.plans import Outcome
 from tests.core.test_readme import (

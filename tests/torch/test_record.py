@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of  # noqa: E402
-from tracer.costs.rows import LibraryWorkspace  # noqa: E402
-from tracer.record.step import trace_step  # noqa: E402
-from tracer.recording import record_fake, record_real  # noqa: E402
-from tracer.step.step import BuildStep, load_spec  # noqa: E402
-from traces.devices import device  # noqa: E402
-from traces.records.trace import TraceMeta  # noqa: E402
+from tests.torch import small_nets
+from tests.torch.steps import build_of
+from tracer.costs.rows import LibraryWorkspace
+from tracer.record.step import trace_step
+from tracer.recording import record_fake, record_real
+from tracer.step.step import BuildStep, load_spec
+from traces.devices import device
+from traces.records.trace import TraceMeta
 
 CPU = device("cpu")
 

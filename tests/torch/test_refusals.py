@@ -9,19 +9,17 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from executor import fit  # noqa: E402
-from executor.verifying import verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from tracer import trace  # noqa: E402
-from traces.errors import CaptureError, OptimizerError, SpecError  # noqa: E402
+from executor import fit
+from executor.verifying import verify
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
+from tracer import trace
+from traces.errors import CaptureError, OptimizerError, SpecError
 
 
 def refused(model: Any, batch: Any, loss: Any = None, optimizer: Any = None) -> str:

@@ -11,35 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor import apply_plan, fit  # noqa: E402
-from executor.cli.main import execute  # noqa: E402
-from executor.graphs.match import program_actions  # noqa: E402
-from executor.verifying import verify  # noqa: E402
-from simulator.cli.main import main as simulate_command  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.schedule import build as schedule_of  # noqa: E402
-from simulator.prediction.ask import plan as plan_within  # noqa: E402
-from simulator.prediction.ask import simulate  # noqa: E402
-from tests.torch.steps import peaks, plan_of, random_actions, recompute_all  # noqa: E402
-from tests.torch.test_loops import CPU, looped, recorded, wide  # noqa: E402
-from tracer import trace  # noqa: E402
-from tracer.cli.main import trace as trace_command  # noqa: E402
-from tracer.measure.probes import cpu_loop  # noqa: E402
-from tracer.record.program import program_of  # noqa: E402
-from tracer.record.step import capture_step  # noqa: E402
-from tracer.recording import record_real  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import LowtideError, PlanError, SpecError, TraceError  # noqa: E402
-from traces.records.plan import RECOMPUTE, SAVE, Action  # noqa: E402
-from traces.records.store import validate  # noqa: E402
-from traces.records.trace import BACKWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace  # noqa: E402
+from executor import apply_plan, fit
+from executor.cli.main import execute
+from executor.graphs.match import program_actions
+from executor.verifying import verify
+from simulator.cli.main import main as simulate_command
+from simulator.core.problem import Problem
+from simulator.core.schedule import build as schedule_of
+from simulator.prediction.ask import plan as plan_within
+from simulator.prediction.ask import simulate
+from tests.torch.steps import peaks, plan_of, random_actions, recompute_all
+from tests.torch.test_loops import CPU, looped, recorded, wide
+from tracer import trace
+from tracer.cli.main import trace as trace_command
+from tracer.measure.probes import cpu_loop
+from tracer.record.program import program_of
+from tracer.record.step import capture_step
+from tracer.recording import record_real
+from tracer.step.step import load_spec
+from traces.errors import LowtideError, PlanError, SpecError, TraceError
+from traces.records.plan import RECOMPUTE, SAVE, Action
+from traces.records.store import validate
+from traces.records.trace import BACKWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace
 
 RELEASE = {"release_gradients": True}
 Optimizer = Callable[[Any], torch.optim.Optimizer]

@@ -7,21 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from executor.graphs.match import program_actions  # noqa: E402
-from executor.rewrite import Rewritten, rewrite  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.schedule import Schedule, build  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.record.program import Program, inplace_twin  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
-from traces.records.plan import SAVE, Action  # noqa: E402
+from executor.graphs.match import program_actions
+from executor.rewrite import Rewritten, rewrite
+from simulator.core.problem import Problem
+from simulator.core.schedule import Schedule, build
+from tests.torch import small_nets
+from tests.torch.steps import plan_of, program, random_actions, recompute_all, recorded
+from tracer.record.program import Program, inplace_twin
+from tracer.step.step import load_spec
+from traces.errors import PlanError
+from traces.records.plan import SAVE, Action
 
 aten = torch.ops.aten
 

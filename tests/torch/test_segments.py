@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from simulator.planners.segments import OUTSIDE, torch_segment  # noqa: E402
+from simulator.planners.segments import OUTSIDE, torch_segment
 
 
 def test_segments_agree_with_torchs_own_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,31 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-torch = pytest.importorskip("torch")
-
-import simulator.studies.shapes as study  # noqa: E402
-import tracer.capture.capture as capture_module  # noqa: E402
-from executor import apply_plan  # noqa: E402
-from simulator.bounds import Instants  # noqa: E402
-from simulator.cli.main import main as simulate_command  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.prediction.ask import plan as plan_for  # noqa: E402
-from simulator.prediction.ask import simulate  # noqa: E402
-from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.small_nets import Words, of_words  # noqa: E402
-from tests.torch.steps import plan_of, recompute_all  # noqa: E402
-from tests.torch.test_sizes import transformers  # noqa: E402
-from tracer.api import trace, trace_shapes  # noqa: E402
-from tracer.cli.main import trace as trace_command  # noqa: E402
-from tracer.measure.probes import cpu_loop  # noqa: E402
-from tracer.step.loop import run_step  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import SpecError  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
-from traces.shapes import Shapes, Sizes  # noqa: E402
+import simulator.studies.shapes as study
+import tracer.capture.capture as capture_module
+from executor import apply_plan
+from simulator.bounds import Instants
+from simulator.cli.main import main as simulate_command
+from simulator.core.problem import Problem
+from simulator.prediction.ask import plan as plan_for
+from simulator.prediction.ask import simulate
+from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes
+from tests.torch import small_nets
+from tests.torch.small_nets import Words, of_words
+from tests.torch.steps import plan_of, recompute_all
+from tests.torch.test_sizes import transformers
+from tracer.api import trace, trace_shapes
+from tracer.cli.main import trace as trace_command
+from tracer.measure.probes import cpu_loop
+from tracer.step.loop import run_step
+from tracer.step.step import load_spec
+from traces.errors import SpecError
+from traces.records.trace import Trace
+from traces.shapes import Shapes, Sizes
 
 
 def over(model: str, shapes: Shapes, **options: Any) -> list[tuple[Sizes, Trace]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+from torch import fx, nn
 
-torch = pytest.importorskip("torch")
-
-from torch import fx, nn  # noqa: E402
-
-from tests.torch.steps import program  # noqa: E402
-from tracer.costs.signature import (  # noqa: E402
+from tests.torch.steps import program
+from tracer.costs.signature import (
     TensorSpec,
     of_call,
 )

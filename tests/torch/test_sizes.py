@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor import apply_plan  # noqa: E402
-from executor.backend import EXACT, RESIZED, SAVED  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.measure.probes import cpu_loop  # noqa: E402
-from tracer.step.named.vision import import_torchvision  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
+from executor import apply_plan
+from executor.backend import EXACT, RESIZED, SAVED
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
+from tracer.measure.probes import cpu_loop
+from tracer.step.named.vision import import_torchvision
+from traces.errors import PlanError
 
 Sizes = tuple[int, int]  # of the batch, and of the sequence or image
 Batch = Callable[[int, int], dict[str, Any]]

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
-
 from executor import plans
 from executor.matching import times_apply
 from executor.plans import Settings

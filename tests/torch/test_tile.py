@@ -10,24 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor import apply_plan  # noqa: E402
-from executor.verifying import verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.levers import rewritten_problem  # noqa: E402
-from tests.torch.conftest import Measurer  # noqa: E402
-from tests.torch.steps import recompute_all, recorded  # noqa: E402
-from tracer import trace  # noqa: E402
-from tracer.measure.step import measure  # noqa: E402
-from tracer.step.step import load_spec  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
-from traces.records.plan import FP, Plan, Rewrite  # noqa: E402
-from traces.records.trace import Trace  # noqa: E402
+from executor import apply_plan
+from executor.verifying import verify
+from simulator.core.problem import Problem
+from simulator.levers import rewritten_problem
+from tests.torch.conftest import Measurer
+from tests.torch.steps import recompute_all, recorded
+from tracer import trace
+from tracer.measure.step import measure
+from tracer.step.step import load_spec
+from traces.errors import PlanError
+from traces.records.plan import FP, Plan, Rewrite
+from traces.records.trace import Trace
 
 WIDTH, WORDS = 16, 211
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-
 import executor.measuring as measuring
 from tests.core.test_timing import Clock, job, ready
 from traces.records.measurement import RunFigures, measured_slowdown_percent

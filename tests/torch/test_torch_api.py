@@ -13,11 +13,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tracer import torch_api  # noqa: E402
-from traces.errors import EnvironmentProblem  # noqa: E402
+from tracer import torch_api
+from traces.errors import EnvironmentProblem
 
 ROOT = Path(__file__).resolve().parents[2]
 

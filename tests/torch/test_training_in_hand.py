@@ -14,22 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import executor.backend as module_module  # noqa: E402
-import tracer.capture.capture as capture_module  # noqa: E402
-import tracer.record.sketch as sketches  # noqa: E402
-from executor import apply_plan, fit, remove_plan, unplanned  # noqa: E402
-from executor.frameworks.first_batch import FirstBatchCallback  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
+import executor.backend as module_module
+import tracer.capture.capture as capture_module
+import tracer.record.sketch as sketches
+from executor import apply_plan, fit, remove_plan, unplanned
+from executor.frameworks.first_batch import FirstBatchCallback
+from simulator.core.problem import Problem
+from tests.torch import small_nets
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from traces.errors import BudgetError, PlanError, SpecError
+from traces.records.plan import Plan
 
 
 def compiled(model: Any) -> list[Any]:

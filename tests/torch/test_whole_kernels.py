@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from executor.verifying import verify  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from tests.torch.steps import build_of, plan_of, program, recompute_all, recorded  # noqa: E402
-from tracer.capture.torch_fixes.whole_kernels import KEYS, OPS  # noqa: E402
+from executor.verifying import verify
+from simulator.core.problem import Problem
+from tests.torch.steps import build_of, plan_of, program, recompute_all, recorded
+from tracer.capture.torch_fixes.whole_kernels import KEYS, OPS
 
 
 class Resized(nn.Module):
