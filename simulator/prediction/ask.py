@@ -266,6 +266,7 @@ class Answer:
             "target": meta.target,
             "fingerprint": meta.fingerprint,
             "provenance": provenance(meta),
+            "times": meta.times,
             "alloc_conf": c.setting.alloc_conf,
             "planner": self.question.planner_name if self.found is None else c.plan.planner,
             "solve_seconds": round(self.solve_seconds, 3),

@@ -78,7 +78,7 @@ def simulation_sections(c: Prediction) -> tuple[Section, ...]:
 
 def provenance(trace: Trace) -> str:
     """Where the times and sizes of a trace come from, in words."""
-    return f"Op times: {trace.origin}. Memory: {figures_from(trace.meta)}."
+    return f"Op times: {trace.meta.times}. Memory: {figures_from(trace.meta)}."
 
 
 def metadata(trace: Trace) -> Table:
@@ -107,7 +107,7 @@ def in_words(found: Answer) -> list[tuple[str, str]]:
     others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
     swapped = "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
     again = f"{len(plan.recomputed)} values recomputed by {after.recomputed_ops} op runs{swapped}"
-    lines.append(("time", f"{show_time(before.step_time_ns)} -> {time} ({added})"))
+    lines.append(("time", f"{show_time(before.step_time_ns)} -> {time} ({added}; {c.trace.meta.times})"))
     if found.bound is not None and found.gap_points is not None:
         within = f"this one is within {found.gap_points:.2f} points of it"
         lines.append(("bound", f"{found.bound.least('for this budget ')}; {within}"))

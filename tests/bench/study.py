@@ -95,7 +95,7 @@ class Step:
     def source(self) -> str:
         """Where its figures come from, to end a caption with."""
         memory, _, _ = figures_from(self.trace.meta).partition(" (")
-        return f" [memory {memory}; times by {self.trace.origin}]"
+        return f" [memory {memory}; times by {self.trace.meta.times}]"
 
 
 @dataclass(frozen=True)

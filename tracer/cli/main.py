@@ -25,6 +25,7 @@ def trace() -> None:
     trace bert-base --batch-size 16 --seq-len 512 --target h200
     trace my_training.py:build --device cuda               measured on this machine's GPU
     trace show resnet152-b32
+    trace times resnet152-b32 profile.json -o measured     op times of torch.profiler
     trace models
 
     What is no subcommand goes to `trace run`; see `trace run --help` for the options.
@@ -138,6 +139,31 @@ def show(directory: str, top: int, out: Output) -> None:
     record = store.load(directory)
     store.check_fingerprints(record, directory, graph=True)
     out.show(lambda: {"trace": directory, **record.summary()}, lambda: summary(directory, record, top))
+
+
+@trace.command()
+@click.argument("directory")
+@click.argument("profile", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Directory of the new trace."
+)
+@click.option("-f", "--force", is_flag=True, help="Replace a trace that is there.")
+@json_option
+def times(directory: str, profile: Path, output: Path, force: bool, out: Output) -> None:
+    """Give the trace in DIRECTORY the op times of PROFILE, which torch.profiler exported (Kineto, Chrome's JSON)."""
+    from tracer.costs.profiled import with_times
+    from traces.records import store
+
+    store.check_place(output, force=force)
+    timed = with_times(store.load(directory), profile)
+    store.save(timed.trace, output, force=force)
+    told = {
+        "trace": str(output),
+        "steps": timed.steps,
+        "measured_ops": timed.ops,
+        "estimated": list(timed.missed),
+    }
+    out.show(lambda: {**told, "time_ns": timed.trace.time_ns}, lambda: f"{output}: {timed.in_words()}")
 
 
 @trace.command()

@@ -221,6 +221,7 @@ class TraceMeta:
     versions: dict[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
     rates: dict[str, int] = field(default_factory=dict)
+    profile: str = ""  # the profile by torch.profiler that times were taken from; "": none
     threads: int = 0  # with which ops or rates were measured on the CPU; 0: they were not, or not told
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
@@ -245,8 +246,15 @@ class TraceMeta:
         if any(n < 0 for n in self.rerun_workspaces.values()):
             raise ValueError("rerun_workspaces holds something else than bytes")
 
+    @property
+    def times(self) -> str:
+        """Where the times of ops come from, in words: the class of evidence of every added time."""
+        if self.profile:
+            return f"measured by torch.profiler, {self.profile}"
+        return f"measured on {self.target}" if self.mode == "real" else f"roofline of {self.target}"
+
     def to_json(self) -> dict[str, Any]:
-        left_out = ("sketch", "inputs", "moved", "flattened", "stretches", "within_backward")
+        left_out = ("profile", "sketch", "inputs", "moved", "flattened", "stretches", "within_backward")
         return {k: v for k, v in to_json(self).items() if k not in left_out or v}
 
     @classmethod
@@ -272,13 +280,6 @@ class Trace:
     @property
     def time_ns(self) -> int:
         return sum(self.ops.time_ns)
-
-    @property
-    def origin(self) -> str:
-        """Where the times come from, in words."""
-        if self.meta.mode == "real":
-            return f"measured on {self.meta.target}"
-        return f"roofline of {self.meta.target}"
 
     @property
     def saved(self) -> tuple[int, ...]:
@@ -328,7 +329,7 @@ class Trace:
         rows = {
             "ops": f"{figures['ops']} ({figures['computing_ops']} that compute), {figures['storages']} storages",
             **{f"{category:16}": text for category, text in shown.items()},
-            "step": f"{show_time(figures['time_ns'])} ({self.origin}); {phases}",
+            "step": f"{show_time(figures['time_ns'])} ({self.meta.times}); {phases}",
             "fingerprint": f"{meta.fingerprint} (graph {meta.graph_fingerprint})",
         }
         return f"{meta.model} ({options}), {meta.optimizer}, torch {meta.torch_version}", rows
