@@ -18,11 +18,22 @@ from typing import Any, Final
 
 import click
 
-from traces.errors import EnvironmentProblem, LowtideError
+from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.files import check_writable
 
 # Module -> package.
 PAGE_NEEDS: Final = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
+
+# In a long help, under which heading an option stands; those that stand here nowhere come first.
+HEADINGS: Final = {
+    "The step": "seq_len image_size dtype amp optimizer optimizer_impl dropout task attention seed",
+    "The loop": "zero_grad clip_grad_norm accumulate release_gradients join_loss",
+    "The device": "memory context alloc_conf budget_of",
+    "What a plan may change": "allow levers never always_save host_memory host_bandwidth max_gradient_error errors",
+    "The search": "planner seconds",
+    "The measurement": "rounds warmup steps memory_steps runs verify iterations",
+}
+SETTINGS: Final = Path("pyproject.toml")  # in whose table [tool.lowtide] the user's defaults stand
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
@@ -87,13 +98,51 @@ class DefaultGroup(click.Group):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+    def make_context(self, info_name: str | None, *args: Any, **kwargs: Any) -> click.Context:
         with _as_messages():  # it may print the help
-            return super().make_context(*args, **kwargs)
+            given = {"default_map": self._settings(str(self.name))} if kwargs.get("parent") is None else {}
+            return super().make_context(info_name, *args, **{**given, **kwargs})
+
+    def _settings(self, name: str) -> dict[str, dict[str, Any]]:
+        """The user's defaults by subcommand: [tool.lowtide.NAME] of the folder's pyproject.toml holds options of the
+        command, for each of its subcommands that has them."""
+        if not SETTINGS.is_file():
+            return {}
+        import tomllib
+
+        try:
+            text = SETTINGS.read_text(encoding="utf-8")
+            given = dict(tomllib.loads(text).get("tool", {}).get("lowtide", {}).get(name, {}))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SpecError(f"{SETTINGS}: [tool.lowtide.{name}] cannot be read: {error}.") from None
+        options = {
+            word: {o.removeprefix("--"): str(p.name) for p in command.params for o in p.opts}
+            for word, command in self.commands.items()
+        }
+        if unknown := sorted(given.keys() - {option for of in options.values() for option in of}):
+            raise SpecError(
+                f"{SETTINGS}: [tool.lowtide.{name}] has {unknown[0]}, which is no option of `{name}`."
+            )
+        return {word: {of[k]: v for k, v in given.items() if k in of} for word, of in options.items()}
 
     def invoke(self, ctx: click.Context) -> Any:
         with _as_messages():
             return super().invoke(ctx)
+
+
+class Grouped(click.Command):
+    """A command whose help has the options that most people use first, and the rest under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown = {p.name: text for p in self.get_params(ctx) if (text := p.get_help_record(ctx)) is not None}
+        under = {
+            heading: [shown.pop(name) for name in names.split() if name in shown]
+            for heading, names in HEADINGS.items()
+        }
+        for heading, rows in {"Options": [*shown.values()], **under}.items():
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
 
 class OutputFile(click.Path):

@@ -13,7 +13,7 @@ from executor.cli.campaign import campaign
 from executor.cli.rehearse import rehearse
 from simulator.show.tables import figures_table
 from traces import commands
-from traces.commands import Output, OutputFile, echo, output_options, stdout_free
+from traces.commands import Grouped, Output, OutputFile, echo, output_options, stdout_free
 from traces.provenance import REHEARSED, refuse_page
 from traces.records.measurement import signed_error_percent
 from traces.records.plan import ALLOCATED
@@ -77,7 +77,7 @@ execute.add_command(campaign)
 execute.add_command(rehearse)
 
 
-@execute.command("run")
+@execute.command("run", cls=Grouped)
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=OutputFile(), help="Save the measurement as JSON.")
 @click.option("--trace", "trace_name", help="Trace of the plan, for the pictures of the report.")

@@ -13,7 +13,7 @@ import click
 
 from simulator.core.limits import check_budget
 from simulator.show.tables import table
-from traces.commands import Output, OutputFile, answer_options, step_options
+from traces.commands import Grouped, Output, OutputFile, answer_options, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
@@ -47,7 +47,7 @@ NUMBERS = Numbers()
 APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 
 
-@click.command()
+@click.command(cls=Grouped)
 @click.argument("model")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--gpu", required=True, help="GPU of `trace targets`, such as h100 or rtx-4090.")

@@ -40,6 +40,7 @@ class SimulateGroup(DefaultGroup):
 
 
 @click.group(
+    "simulate",
     cls=SimulateGroup,
     default=DEFAULT_COMMAND,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -19,7 +19,7 @@ from simulator.cli.options import (
     asking,
     output_options,
 )
-from traces.commands import Output, OutputFile, Refused
+from traces.commands import Grouped, Output, OutputFile, Refused
 from traces.errors import SpecError
 from traces.files import check_writable
 
@@ -33,7 +33,7 @@ BUDGET = click.option(
 )
 
 
-@click.command("", hidden=True)
+@click.command("", hidden=True, cls=Grouped)
 @click.argument("trace_name", metavar="TRACE")
 @asking(BUDGET, *DEVICE, BUDGET_OF, *LEVERS, *ERRORS, PLANNER, *SEARCH)
 @click.option("--shapes", metavar="RANGE", help="Check the plan at other sizes too, such as seq-len=16:512.")
@@ -41,10 +41,11 @@ BUDGET = click.option(
 @click.option("--export", type=OutputFile(), metavar="FILE",
               help="Write the step for memory_viz (FILE ends in .pickle) or Perfetto (in .json).")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell what lives at the peak, too.")
 @output_options
 def plan_command(
     trace_name: str, words: Words, shapes: str | None, output: Path | None, export: Path | None, force: bool,
-    out: Output,
+    verbose: bool, out: Output,
 ) -> None:  # fmt: skip
     """Simulate TRACE, and find the cheapest plan within a budget."""
     from simulator.prediction.ask import ask, problem_of, question
@@ -86,7 +87,7 @@ def plan_command(
     at_sizes = {} if over is None else {"shapes": over.to_json()}
     out.show(
         lambda: {**found.to_json(), **at_sizes},
-        lambda: summary(found, [] if over is None else over.lines(), output),
+        lambda: summary(found, [] if over is None else over.lines(), output, verbose),
     )
     fit = found.planned.planned_fit
     if fit.device is not None and fit.out_of_memory:
@@ -104,8 +105,9 @@ def refuse_to_replace(path: Path, force: bool) -> None:
     check_writable(path)
 
 
-def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
-    """The answer to read, with what the plan needs at other sizes; the plan went to `output`."""
+def summary(found: Answer, at_sizes: list[str], output: Path | None, verbose: bool) -> str:
+    """The answer to read, with what the plan needs at other sizes; the plan went to `output`. `verbose`: with what
+    lives at the peak."""
     from simulator.prediction.loop_peaks import peaks_table
     from simulator.prediction.step import UNTOUCHED, describe, texts
     from simulator.report.step import at_peak, holders, in_words
@@ -118,7 +120,7 @@ def summary(found: Answer, at_sizes: list[str], output: Path | None) -> str:
         *at_sizes,
         *(f"warning {text}" for text in texts(c, but=UNTOUCHED)),
     ]
-    if c.planned.timeline.peak_step >= 0:
+    if verbose and c.planned.timeline.peak_step >= 0:
         sentence, parts = at_peak(c)
         largest = holders(c.step.trace, c.planned, most=TOP_HOLDERS).without("op", "shape")
         lines += [sentence, *parts.lines(), *largest.lines()]

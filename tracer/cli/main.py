@@ -9,7 +9,16 @@ from typing import Any
 
 import click
 
-from traces.commands import DefaultGroup, Output, answer_options, echo, json_option, stdout_free, step_options
+from traces.commands import (
+    DefaultGroup,
+    Grouped,
+    Output,
+    answer_options,
+    echo,
+    json_option,
+    stdout_free,
+    step_options,
+)
 from traces.model_spec import short_name
 from traces.shapes import Shapes, in_words, label
 from traces.units import show_bytes, show_time
@@ -32,7 +41,7 @@ def trace() -> None:
     """
 
 
-@trace.command("run")
+@trace.command("run", cls=Grouped)
 @click.argument("model")
 @click.option(
     "-o",

@@ -1,0 +1,84 @@
+"""The command lines as a user sets them up: defaults in pyproject.toml, help in groups, completion in the shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from simulator.cli.main import main
+from tracer.cli.main import trace
+
+run = CliRunner().invoke
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def with_settings(text: str, *words: str) -> Result:
+    Path("pyproject.toml").write_text(text)
+    return run(main, [*words, "--json", "-q"])
+
+
+def test_defaults_stand_in_pyproject_toml() -> None:
+    table = '[tool.lowtide.simulate]\nbudget = "80%"\nplanner = "mu-two"\ndevice-memory = "20GiB"\n'
+    told = json.loads(with_settings(table, "bert-base").stdout)
+    assert (told["planner"], told["device_memory"]["memory_bytes"]) == ("mu-two", 20 << 30)
+    given = json.loads(with_settings(table, "bert-base", "--budget", "90%").stdout)
+    assert given["budget_bytes"] > told["budget_bytes"]
+    assert json.loads(with_settings("[tool.other]\n", "bert-base").stdout)["budget_of"] == "allocated"
+    assert run(main, ["planners", "--json"]).exit_code == 0  # which has none of these options
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[tool.lowtide.simulate]\nbudgte = "60%"\n', "has budgte, which is no option of `simulate`"),
+        ("[tool.lowtide.simulate\n", "cannot be read"),
+        ("[tool.lowtide]\nsimulate = 3\n", "cannot be read"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(text: str, words: str) -> None:
+    refused = with_settings(text, "bert-base")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert words in refused.output
+
+
+def test_help_has_what_most_people_use_first_and_each_option_once() -> None:
+    for group, first, later in ((main, "  --budget ", "The search:"), (trace, "  --target ", "The loop:")):
+        text = run(group, ["run", "--help"] if group is trace else ["--help"]).stdout
+        assert text.index("Options:") < text.index(first) < text.index(later)
+        options = [line.split()[0] for line in text.splitlines() if line.startswith("  -")]
+        assert len(options) == len(set(options))
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("par", "pareto"), ("bert-base --bud", "--budget"), ("sweep x --batch", "--batch-sizes")],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_words(shell: str, words: str, found: str) -> None:
+    asked = {
+        "_SIMULATE_COMPLETE": f"{shell}_complete", "COMP_WORDS": f"simulate {words}",
+        "COMP_CWORD": words.split()[-1] if shell == "fish" else str(len(words.split())),
+    }  # fmt: skip
+    code = "from simulator.__main__ import run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, check=False
+    )
+    assert found in done.stdout, done.stderr
+
+
+def test_what_lives_at_the_peak_is_told_where_it_is_asked_for() -> None:
+    short = run(main, ["bert-base", "-q"]).stdout
+    long = run(main, ["bert-base", "-q", "-v"]).stdout
+    assert "At the peak" in long
+    assert "At the peak" not in short
+    assert set(short.splitlines()) <= set(long.splitlines())
