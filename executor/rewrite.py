@@ -17,7 +17,6 @@ from torch import fx
 
 from executor.codecs.host import WAIT_IN
 from simulator.core.facts import PREFETCH, RELOAD
-from simulator.core.from_output import Swap
 from simulator.core.schedule import Schedule
 from tracer.capture.passes.batch_norm import STATISTICS
 from tracer.capture.passes.batch_norm import again as without_effect
@@ -90,17 +89,15 @@ class _Writing:
         op_id, again = schedule.op[step], schedule.recompute[step]
         op = self.program.ops[op_id]
         graph = self.forward if step < schedule.forward_steps else self.backward
-        swap, row = schedule.swapped[step], self.program.rows[op_id]
+        row = self.program.rows[op_id]
         if row.target != PREFETCH and not row.flags & VIEW:
-            for s in (*row.reads, *([swap.payload] if swap else [])):
+            for s in row.reads:
                 if s in self.arriving:
                     graph.call_function(WAIT_IN, (self._resolve(self.arriving.pop(s), graph),))
         if again:
             self.recomputed.append(op.node.name)
         target, args = op.node.target, op.node.args
-        if swap is not None:
-            args = self._swapped(op_id, swap)
-        elif again:
+        if again:
             target, args = without_effect(target, args)
         copy = self._copy(graph, op.node, (target, args), again, lambda n: self._resolve(n, graph))
         if schedule.takes[step] >= 0:
@@ -164,21 +161,6 @@ class _Writing:
 
     def _put(self, node: fx.Node, copy: fx.Node, graph: fx.Graph) -> None:
         self.current[node], self.side[copy] = copy, graph
-
-    def _swapped(self, op: int, swap: Swap) -> tuple[Any, ...]:
-        """The arguments of a backward op that takes an activation's output in place of its input, which a leaky relu's
-        is told. Raises PlanError if that is laid out otherwise, so the gradient might be, too.
-        """
-        node = self.program.ops[op].node
-        value, instead = next((j, f) for b, j, f in swap.swaps if b == op)
-        before, after = self.program.ops[value], self.program.ops[instead].node
-        old = next(a for a in node.args if a in (before.node, *before.parts))
-        if old.meta["val"].stride() != after.meta["val"].stride():
-            raise PlanError(
-                f"{node.name}: {after.name} is laid out otherwise than {old.name}; please report this."
-            )
-        args = tuple(after if a is old else a for a in node.args)
-        return (*args[:3], True) if "leaky_relu" in str(node.target) else args
 
     def _copy(self, graph: fx.Graph, node: fx.Node, call: Any, again: bool, resolve: Any) -> fx.Node:
         target, args = call

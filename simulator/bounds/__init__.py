@@ -62,7 +62,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.bounds.networks import Corner, Known, components, steps_of
-from simulator.core.from_output import relaxed
 from simulator.core.problem import Problem
 from traces.records.trace import EAGER
 from traces.units import show_percent
@@ -385,4 +384,4 @@ def bound_curve(problem: Problem, budgets: Iterable[int]) -> tuple[Bound, ...]:
 
 def bounder_of(problem: Problem) -> Instants:
     """The instants of a problem, for any number of budgets, made once."""
-    return problem.once("bounder", lambda p: Instants(relaxed(p)))
+    return problem.once("bounder", Instants)

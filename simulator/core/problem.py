@@ -111,9 +111,7 @@ def stalls(trace: Trace, schedule: Schedule) -> dict[int, int]:
         elif target == WAIT_OUT:
             until = max(is_out.get(s, 0) for s in ops.reads[i])
         elif target != PREFETCH and not ops.flags[i] & VIEW:
-            swap = schedule.swapped[step]
-            read = (*ops.reads[i], swap.payload) if swap else ops.reads[i]
-            until = max((is_in.get(s, 0) for s in read), default=0)
+            until = max((is_in.get(s, 0) for s in ops.reads[i]), default=0)
         if until > now:
             waits[step], now = until - now, until
         now += 0 if again and ops.flags[i] & VIEW else ops.time_ns[i]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.core.facts import Facts
-from simulator.core.from_output import KIND, Swap, swaps
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
 from traces.records.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE
@@ -28,7 +27,6 @@ class Schedule:
     binds: tuple[tuple[int, ...], ...]  # storages that now exist (again) because of this step
     frees: tuple[tuple[int, ...], ...]  # storages freed when the step has ended
     takes: tuple[int, ...]  # the storage whose memory the output takes over in place (it is in `frees`); -1
-    swapped: tuple[Swap | None, ...]  # by which the op takes other values than in the trace; None: none
     forward_steps: int  # so many steps are forward's: its ops, and those that it runs again
 
     def __len__(self) -> int:
@@ -70,15 +68,13 @@ def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
         name = f"storage {a.storage} ({trace.storages.name[a.storage]})"
         if a.storage in by_storage:
             raise PlanError(f"the plan names {name} twice.")
-        if a.recipe not in (SAVE, RECOMPUTE, KIND):
+        if a.recipe not in (SAVE, RECOMPUTE):
             raise PlanError(f"{name}: unknown recipe {a.recipe!r}.")
         if a.recipe == SAVE and not 0 <= trace.storages.producer[a.storage] < facts.forward_end:
             raise PlanError(f"{name} cannot be saved: forward does not make it.")
         rebuilt = facts.recompute_only[a.storage] or a.storage in facts.reloaded
         if (a.recipe != SAVE or a.evict_after) and not (rebuilt or a.storage in facts.candidate_set):
             raise PlanError(f"{name} cannot be recomputed: {why_not(facts, a.storage)}.")
-        if a.recipe == KIND and a.storage not in swaps(facts):
-            raise PlanError(f"{name} has no recipe {a.recipe!r}: no op can take another value in its place.")
         _check_evictions(facts, a, name)
         by_storage[a.storage] = a
     return by_storage
@@ -138,10 +134,6 @@ def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:
     return building.schedule()
 
 
-def _put(ids: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(new if i == old else i for i in ids))
-
-
 class _Building:
     """The steps so far, and which storages are present: a value that is not may not be read."""
 
@@ -152,19 +144,12 @@ class _Building:
         self.retained = [s in facts.reloaded for s in range(n_st)]
         saved = zip(facts.saved_by_default, facts.pinned, self.retained, strict=True)
         self.saved = [(w or p) and not reloaded for w, p, reloaded in saved]
-        self.reads, self.inputs = list(self.trace.ops.reads), list(self.trace.ops.inputs)
-        self.swapped: dict[int, Swap] = {}  # op -> by which it takes other values than in the trace
+        self.reads, self.inputs = self.trace.ops.reads, self.trace.ops.inputs
         self.evictions: dict[int, list[int]] = {}  # op -> storages that are absent once it has run
         for s, a in by_storage.items():
             self.saved[s], self.retained[s] = a.recipe == SAVE or facts.pinned[s], a.retain
             for c in a.evict_after:
                 self.evictions.setdefault(c, []).append(s)
-            if a.recipe == KIND:
-                swap = swaps(facts)[s]
-                for i, value, instead in swap.swaps:
-                    self.inputs[i] = _put(self.inputs[i], value, instead)
-                    self.reads[i] = _put(self.reads[i], s, swap.payload)
-                    self.swapped[i] = swap
         # Of what is not saved: the op of forward after which it is absent.
         self.leaves = [max(p, u) for p, u in zip(sts.producer, sts.last_forward_use, strict=True)]
         for s, p in enumerate(sts.producer):
@@ -292,16 +277,13 @@ class _Building:
             binds=tuple(self.binds),
             frees=tuple(tuple(sorted(f)) for f in frees),
             takes=tuple(self._taken(step, i, frees[step]) for step, i in enumerate(self.op)),
-            swapped=tuple(self.swapped.get(i) for i in self.op),
             forward_steps=self.forward_steps,
         )
 
     def _taken(self, step: int, i: int, frees: Sequence[int]) -> int:
         """The storage that step's op i writes into instead of memory of its own, because it ends there; -1."""
         s = self.trace.ops.overwrites[i]
-        instead = self.swapped.get(i)
-        given_up = instead is not None and instead.storage == s
-        return s if s >= 0 and s in frees and s not in self.binds[step] and not given_up else -1
+        return s if s >= 0 and s in frees and s not in self.binds[step] else -1
 
     def _frees(self) -> Sequence[Sequence[int]]:
         """Storages by the step after which an instance of theirs is freed: its last reader, or the end of its hold."""

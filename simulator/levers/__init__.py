@@ -64,6 +64,7 @@ LEVERS: Final[dict[str, Lever]] = {
     lever.name: lever
     for lever in (
         Lever(name="tile", exactness=FP, module="tile", unasked=True),
+        Lever(name="from_output", exactness=EXACT, module="invert", unasked=True),
         *_packs(exact=True),
         Lever(name="invert", exactness=FP, module="invert"),
         *_packs(exact=False),

@@ -1,8 +1,10 @@
-"""Invert: an activation's backward takes its output and one bit an element in place of its input.
+"""Invert: an activation's backward takes its output in place of its input, and one bit an element where it needs it.
 
-`lowtide::side` makes the bits before the activation, which may then work in place; where backward reads the output for
-another op in any case, the input then need not wait for it (Inverted Activations, Novikov and Oseledets,
-arXiv:2407.15545; `executor.inverted`).
+Where backward reads the output for another op in any case, the input then need not wait for it. `lowtide::side` makes
+the bits of GELU and SiLU before the activation, which may then work in place (Inverted Activations, Novikov and
+Oseledets, arXiv:2407.15545; `executor.inverted`). A leaky relu and a hardtanh (as relu6 is) need none, and the gradient
+is the same in every bit: backward only asks on which side of a border the input lies, and forward maps each side to
+itself and the border to the border. So torch's own op takes the output; that is `from_output`.
 
 Counts: the bits; their pass over the input, at the rate that the trace's ops without matrix products have together;
 on a CPU, where backward computes more than it reads, the factor that `tests/bench/inverted.py` shows. Ignores: what the
@@ -15,11 +17,19 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.levers.edit import Argument, Editing, Taken, Value, new_op, users_of
-from simulator.levers.pack import activation, activation_of, at_rate, needed, pass_rate
+from simulator.levers.edit import Argument, Editing, Ladder, Op, Taken, Value, by_shares, new_op, users_of
+from simulator.levers.pack import (
+    ACTIVATIONS,
+    activation,
+    activation_of,
+    at_rate,
+    backward_of,
+    needed,
+    pass_rate,
+)
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, FORWARD, Trace
@@ -28,18 +38,26 @@ LEAST: Final = 1 << 16  # numbers: the ops compile their loops from here on
 DIGITS: Final = {"float32": 24, "float16": 11, "bfloat16": 8}  # binary, of the types' mantissas
 TWO_BITS: Final = ("silu",)  # an element of bfloat16 has, of these activations
 CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
+FROM_OUTPUT: Final = "from_output"
+TELLING: Final = backward_of("leaky_relu", "hardtanh")
+EXACT_UP_TO: Final = 256  # whole numbers that each of the types has itself: else forward rounds a border
 
 
 def offer(problem: Problem, kind: str = "invert") -> Iterator[Rewrite]:
     """The saved inputs of activations that can be done without; first the largest."""
     trace, sts = problem.trace, problem.trace.storages
+    users = problem.once(users_of, lambda p: users_of(p.trace))[1]
     for s in sorted(trace.saved, key=lambda s: (-sts.nbytes[s], s)):
-        if not problem.pinned[s] and not isinstance(pair_of(trace, s, _users(problem)[s]), str):
+        if not problem.pinned[s] and not isinstance(pair_of(trace, s, users[s], kind), str):
             yield Rewrite(kind=kind, storage=s, op=trace.ops.name[sts.producer[s]])
 
 
-def _users(problem: Problem) -> list[list[int]]:
-    return problem.once(users_of, lambda p: users_of(p.trace))[1]
+def ladders(problem: Problem, rewrites: Sequence[Rewrite], *_: object) -> Iterator[Ladder]:
+    """All or nothing of what costs nothing, else shares."""
+    if rewrites[0].kind == FROM_OUTPUT:
+        yield [tuple(rewrites)]
+    else:
+        yield from by_shares(problem, rewrites)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +82,49 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
-    pair = pair_of(trace, s, editing.once(users_of)[1][s]) if known else "there is none"
+    pair = pair_of(trace, s, editing.once(users_of)[1][s], rewrite.kind) if known else "there is none"
     if isinstance(pair, str):
         raise PlanError(f"the input of an activation in storage {s} cannot be done without: {pair}.")
     forward, backward, value = editing.op[pair.forward], editing.op[pair.backward], editing.value[s]
     if not editing.there(forward) or not editing.there(backward) or value not in backward.reads:
         return
-    x, y = forward.reads[0], forward.writes[0]
+    y = forward.writes[0]
+    copy = editing.op[pair.copy] if pair.copy >= 0 else None
+    taken = copy or forward.inputs[0]
+    if rewrite.kind == FROM_OUTPUT:
+        instead, bits = [forward], []
+        told = json.loads(backward.arguments)
+        more: list[Any] = [Argument(k) for k in range(2, len(told))]
+        if told[-1] is False:  # a leaky relu's: that it is given the result
+            told[-1] = more[-1] = True
+        backward.arguments = json.dumps(told, separators=(",", ":"))
+        backward.called_with = (Argument(0), Taken(forward, y), *more)
+    else:
+        side = _side(editing, pair)
+        instead, bits = [forward, side], list(side.writes)
+        backward.target = "lowtide.backward_from_output.default"
+        backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
+        backward.called_with = (Argument(0), Taken(forward, y), Taken(side, bits[0]), pair.kind)
+        # It takes nothing inside, whatever torch's op takes.
+        backward.events = tuple(v.nbytes for v in backward.writes)
+        backward.bytes_moved += bits[0].nbytes
+        backward.time_ns += at_rate(editing.once(pass_rate), bits[0].nbytes)
+        if trace.meta.device == "cpu":
+            backward.time_ns = int(backward.time_ns * CPU_FACTOR)
+    kept = (i for i in backward.inputs if i is not taken)
+    editing.take(backward, list(dict.fromkeys([*kept, *instead])))
+    reads = dict.fromkeys([*(v for v in backward.reads if v is not value), y, *bits])
+    editing.read(backward, list(reads))
+    if backward.overwrites is value:
+        backward.overwrites = None
+    if copy is not None and rewrite.kind != FROM_OUTPUT:
+        editing.remove([copy], forward)
+
+
+def _side(editing: Editing, pair: Pair) -> Op:
+    """The op of the bits, before the activation."""
+    forward = editing.op[pair.forward]
+    x = forward.reads[0]
     nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and pair.two_bits))
     name = f"{forward.name}_side"
     bits = Value(name=name, nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION)
@@ -90,28 +144,10 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         arguments=json.dumps([None, pair.kind], separators=(",", ":")),
     )
     editing.insert(side, forward)
-    copy = editing.op[pair.copy] if pair.copy >= 0 else None
-    taken = copy or forward.inputs[0]
-    kept = (i for i in backward.inputs if i is not taken)
-    editing.take(backward, list(dict.fromkeys([*kept, forward, side])))
-    reads = dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits])
-    editing.read(backward, list(reads))
-    backward.target = "lowtide.backward_from_output.default"
-    backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
-    backward.called_with = (Argument(0), Taken(forward, y), Taken(side, bits), pair.kind)
-    # It takes nothing inside, whatever torch's op takes.
-    backward.events = tuple(v.nbytes for v in backward.writes)
-    backward.bytes_moved += bits.nbytes
-    backward.time_ns += at_rate(editing.once(pass_rate), bits.nbytes)
-    if trace.meta.device == "cpu":
-        backward.time_ns = int(backward.time_ns * CPU_FACTOR)
-    if backward.overwrites is value:
-        backward.overwrites = None
-    if copy is not None:
-        editing.remove([copy], forward)
+    return side
 
 
-def pair_of(trace: Trace, s: int, users: Sequence[int]) -> Pair | str:
+def pair_of(trace: Trace, s: int, users: Sequence[int], kind: str = "invert") -> Pair | str:
     """The activation whose input a storage is, or whose input is copied there, and its op of backward; or why the
     storage of these users is needed."""
     ops, sts = trace.ops, trace.storages
@@ -120,9 +156,12 @@ def pair_of(trace: Trace, s: int, users: Sequence[int]) -> Pair | str:
     size = math.prod(sts.shape[s])
     if sts.dtype[s] not in DIGITS or size < LEAST or size % 8:
         return f"it has {size:,} numbers of {sts.dtype[s]}"
-    if isinstance(found := activation_of(trace, users, s, copied=True), str):
+    pairs = TELLING if kind == FROM_OUTPUT else ACTIVATIONS
+    if isinstance(found := activation_of(trace, users, s, pairs, copied=True), str):
         return found
     f, b = found
+    if kind == FROM_OUTPUT and not _tells(ops.target[f], json.loads(ops.arguments[f])[1:]):
+        return "its output does not tell on which side of a border it lies"
     copy = sts.producer[s] if ops.inputs[f] != ops.inputs[b][1:] else -1
     pair = Pair(forward=f, backward=b, kind=activation(trace, f), copy=copy)
     y = ops.writes[pair.forward][0]
@@ -134,3 +173,11 @@ def pair_of(trace: Trace, s: int, users: Sequence[int]) -> Pair | str:
     if not any(y in ops.reads[i] and ops.phase[i] != FORWARD and i != pair.backward for i in later):
         return "backward does not read the output"
     return pair
+
+
+def _tells(target: str, arguments: list[Any]) -> bool:
+    """Return whether an activation with these arguments after its input maps each side of its borders to itself."""
+    if "leaky_relu" in target:
+        return bool(arguments[0] >= 0)
+    low, high = arguments
+    return bool(low <= high) and all(float(n).is_integer() and abs(n) <= EXACT_UP_TO for n in arguments)

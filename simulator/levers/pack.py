@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,8 +28,15 @@ LEAST: Final = 1 << 14  # numbers: fewer are not worth an op, and often statisti
 ITEM_BYTES: Final = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 SHARE: Final = 16  # of the bytes that the largest op moves, that part makes an op a large one
 COMPARISONS: Final = tuple(f"aten.{name}." for name in ("eq", "ne", "lt", "le", "gt", "ge"))
-ACTIVATIONS: Final = {f"aten.{x}.default": f"aten.{x}_backward.default" for x in ("gelu", "silu")}
 POOLS: Final = ("aten.max_pool", "aten.adaptive_max_pool", "aten.fractional_max_pool")
+
+
+def backward_of(*activations: str) -> dict[str, str]:
+    """Op of forward -> op of backward."""
+    return {f"aten.{x}.default": f"aten.{x}_backward.default" for x in activations}
+
+
+ACTIVATIONS: Final = backward_of("gelu", "silu")
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
@@ -153,7 +160,12 @@ def activation(trace: Trace, op: int) -> str:
 
 
 def activation_of(
-    trace: Trace, users: Iterable[int], s: int, *, copied: bool = False
+    trace: Trace,
+    users: Iterable[int],
+    s: int,
+    pairs: Mapping[str, str] = ACTIVATIONS,
+    *,
+    copied: bool = False,
 ) -> tuple[int, int] | str:
     """The activation of forward that reads a storage of these users, and its op of backward, which alone reads it
     there; or why there is none. `copied`: or which overwrites what the storage is a copy of, as torch saves it for one
@@ -164,19 +176,17 @@ def activation_of(
     backwards = [i for i in readers if ops.phase[i] != FORWARD]
     copied = copied and ops.target[made_by] == "aten.clone.default" and backwards == readers
     of = [i for i in range(made_by, len(ops)) if ops.inputs[i] == ops.inputs[made_by]] if copied else readers
-    forwards = [i for i in of if ops.target[i] in ACTIVATIONS]
-    if (
-        len(forwards) != 1
-        or len(backwards) != 1
-        or ops.target[backwards[0]] != ACTIVATIONS[ops.target[forwards[0]]]
-    ):
+    forwards = [i for i in of if ops.target[i] in pairs]
+    if (len(forwards), len(backwards)) != (1, 1) or ops.target[backwards[0]] != pairs[
+        ops.target[forwards[0]]
+    ]:
         return "backward reads it for something else than one activation"
     f, b = forwards[0], backwards[0]
     if not (ops.arguments[f] and ops.arguments[b]):
         return "the trace does not say with what arguments its ops run"
-    if ((made_by,) if copied else ops.inputs[f]) != ops.inputs[b][1:] or json.loads(ops.arguments[f])[
-        1:
-    ] != json.loads(ops.arguments[b])[2:]:
+    told = json.loads(ops.arguments[f])[1:]
+    same = told == json.loads(ops.arguments[b])[2 : 2 + len(told)]
+    if ((made_by,) if copied else ops.inputs[f]) != ops.inputs[b][1:] or not same:
         return "its activation and that of backward are not one"
     return f, b
 

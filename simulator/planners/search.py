@@ -12,19 +12,16 @@ machine is so slow that the time runs out first; so equal seeds make equal plans
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from simulator.bounds import bounder_of
-from simulator.core.from_output import taken, with_swaps
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
 from simulator.planners.mu_two import Found, Search, cheapest, segmented, tidy
 from simulator.planners.outcome import finish, refuse
-from traces.errors import BudgetError
 from traces.records.plan import Plan
 
 # A plan so close to the bound, in shares of the step, is good enough.
@@ -50,22 +47,10 @@ ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget.
 
-    Where ops can take other values at no cost, it is looked for with all of them doing so first.
-
     Raises:
         BudgetError: none was found.
     """
     limits = limits.together()
-    swapped, recipes = taken(problem)
-    least_bytes = bounder_of(swapped).floor.peak_bytes if recipes else 0
-    if recipes and least_bytes <= budget_bytes < problem.saved.timeline.peak_allocated_bytes:
-        with contextlib.suppress(BudgetError):
-            found = _search(swapped, budget_bytes, limits).actions
-            return finish(problem, "search", budget_bytes, with_swaps(recipes, found))
-    return _search(problem, budget_bytes, limits)
-
-
-def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
     greedy = Search(problem, budget_bytes, limits.clock())
     best, bound = cheapest(greedy), bounder_of(problem).bound(budget_bytes)
     least_ns, floor_bytes = problem.trace.time_ns + bound.added_time_ns, bounder_of(problem).floor.peak_bytes

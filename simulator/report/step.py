@@ -104,9 +104,7 @@ def in_words(found: Answer) -> list[tuple[str, str]]:
     if not plan.changes:
         return [*lines, ("time", time), *_reserved(c)]
     added = show_percent(c.overhead_percent, signed=True)
-    others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
-    swapped = "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
-    again = f"{len(plan.recomputed)} values recomputed by {after.recomputed_ops} op runs{swapped}"
+    again = f"{len(plan.recomputed)} values recomputed by {after.recomputed_ops} op runs"
     lines.append(("time", f"{show_time(before.step_time_ns)} -> {time} ({added}; {c.trace.meta.times})"))
     if found.bound is not None and found.gap_points is not None:
         within = f"this one is within {found.gap_points:.2f} points of it"

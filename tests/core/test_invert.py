@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+import simulator as api
 from simulator.core.problem import Problem
 from simulator.levers import exactness_of, rewritten
-from simulator.levers.invert import CPU_FACTOR, offer
+from simulator.levers.invert import CPU_FACTOR, FROM_OUTPUT, offer
 from tests.tiny import Op, bwd, fwd, trace
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -128,3 +129,78 @@ def test_an_input_that_is_done_without_is_not_packed() -> None:
     assert alone != rewritten(t, [packed])
     for both in ([packed, inverted], [inverted, packed], [inverted, inverted]):
         assert rewritten(t, both) == alone
+
+
+# The name of an activation, its arguments, and those of its backward.
+LEAKY = ("leaky_relu", "[null,0.1]", "[null,null,0.1,false]")
+RELU6 = ("hardtanh", "[null,0.0,6.0]", "[null,null,0.0,6.0]")
+
+
+def layers(name: str, forward: str, backward: str) -> Trace:
+    """x, y = f(x), z = y w; backward: gy from z and y, gx from gy and x, gw from gx."""
+    size = 4 * N
+    return trace(
+        [
+            fwd({"x": size}, "w"),
+            fwd({"y": size}, "x", target=f"aten.{name}.default", arguments=forward),
+            fwd({"z": size}, "y", "w"),
+            bwd({"gy": size}, "z", "y", "w"),
+            bwd({"gx": size}, "gy", "x", target=f"aten.{name}_backward.default", arguments=backward),
+            bwd({"gw": size}, "gx"),
+        ],
+        {"w": size},
+    )
+
+
+@pytest.mark.parametrize(("kind", "told"), [(LEAKY, "[null,null,0.1,true]"), (RELU6, RELU6[2])])
+def test_backward_takes_the_output_alone_where_that_tells(kind: tuple[str, str, str], told: str) -> None:
+    t = layers(*kind)
+    (rewrite,) = offer(Problem(t), FROM_OUTPUT)
+    made = rewritten(t, [rewrite])
+    assert (made.ops.name, exactness_of([rewrite])) == (t.ops.name, "exact")
+    assert names(made, "reads", "gx") == names(made, "inputs", "gx") == ["gy", "y"]
+    at = made.ops.name.index("gx")
+    assert (made.ops.target[at], made.ops.arguments[at]) == (t.ops.target[at], told)
+    # w, x, y and z, of which x is not there when backward begins.
+    assert [Problem(x).saved.timeline.peak_bytes[3] for x in (t, made)] == [20 * N, 16 * N]
+    assert made.time_ns == t.time_ns
+    plan = api.plan(t, 16 * N)
+    assert (plan.rewrites, plan.actions) == ((rewrite,), ())
+    assert api.plan(t, 20 * N).rewrites == ()  # nothing is needed
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        # 0.1 is no number of 16 bits, where y would be another than what backward compares with.
+        ("hardtanh", "[null,0.1,1.0]", "[null,null,0.1,1.0]"),
+        ("hardtanh", "[null,0.0,257.0]", "[null,null,0.0,257.0]"),
+        ("hardtanh", "[null,0.0,6.0]", "[null,null,0.0,1.0]"),  # of another activation
+        ("leaky_relu", "[null,-0.1]", "[null,null,-0.1,false]"),  # what is below 0 goes above
+        ("hardsigmoid", "[null]", "[null,null]"),
+        ("leaky_relu", "", ""),  # a trace from before arguments were recorded
+    ],
+)
+def test_it_is_offered_only_where_the_output_tells_the_side(name: str, forward: str, backward: str) -> None:
+    assert not [*offer(Problem(layers(name, forward, backward)), FROM_OUTPUT)]
+
+
+def test_a_copy_that_backward_reads_is_not_saved_either() -> None:
+    """Autograd copies the input of an activation in place before it is overwritten."""
+    size = 4 * N
+    t = trace(
+        [
+            fwd({"x": size}, "w"),
+            fwd({"copy": size}, "x", target="aten.clone.default"),
+            fwd({"y": size}, "x", target="aten.hardtanh.default", arguments=RELU6[1], overwrites="x"),
+            fwd({"z": size}, "y"),
+            bwd({"gy": size}, "z", "y"),
+            bwd({"gx": size}, "gy", "copy", target="aten.hardtanh_backward.default", arguments=RELU6[2]),
+        ],
+        {"w": size},
+    )
+    (rewrite,) = offer(Problem(t), FROM_OUTPUT)
+    made = rewritten(t, [rewrite])
+    assert names(made, "reads", "gx") == ["gy", "y"]
+    # The copy goes as soon as it is made, y takes x's memory: w, y, z and gy. Saved, it is one more.
+    assert [Problem(x).saved.timeline.peak_allocated_bytes // size for x in (t, made)] == [5, 4]
