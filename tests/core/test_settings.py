@@ -74,11 +74,3 @@ def test_shells_complete_words(shell: str, words: str, found: str) -> None:
         [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, check=False
     )
     assert found in done.stdout, done.stderr
-
-
-def test_what_lives_at_the_peak_is_told_where_it_is_asked_for() -> None:
-    short = run(main, ["bert-base", "-q"]).stdout
-    long = run(main, ["bert-base", "-q", "-v"]).stdout
-    assert "At the peak" in long
-    assert "At the peak" not in short
-    assert set(short.splitlines()) <= set(long.splitlines())

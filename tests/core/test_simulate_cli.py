@@ -55,12 +55,14 @@ def test_a_plan_within_the_budget_as_json(network: Path, tmp_path: Path) -> None
 
 def test_a_plan_to_read(network: Path, tmp_path: Path) -> None:
     output = tmp_path / "my plan.json"
-    result = simulate(network, "--budget", "60%", "-o", output)
+    result = simulate(network, "--budget", "60%", "-v", "-o", output)
     assert result.exit_code == 0
     for part in ("peak", "time", "activation", "At the peak, while ", f"Next: execute '{output}'"):
         assert part in result.stdout
     assert "planning" in result.stderr
-    assert not simulate(network, "--budget", "60%", "-q").stderr
+    short = simulate(network, "--budget", "60%", "-q")
+    assert not short.stderr
+    assert "At the peak" not in short.stdout
 
 
 def test_without_a_budget_the_step_is_simulated_as_it_is(network: Path) -> None:
