@@ -1,10 +1,9 @@
 """Measure a training step in a fresh process: peak memory by the allocator's own account, and step time.
 
 Three variants, each in a process of its own: the untouched model in the ordinary loop (eager), the rewritten graphs
-with an empty plan (keep_all), and the plan, whose steps are timed in turns with save-all's (see `timed`). On the CPU
-the peak is the running sum of the allocator's events as the profiler records them, from before the model is built; on
-CUDA it is the caching allocator's statistics. On a GPU that is not there (a rehearsal) all of it runs, and there are no
-times.
+with an empty plan (keep_all), and the plan, whose steps are timed in turns with save-all's. On the CPU the peak is the
+running sum of the allocator's events as the profiler records them, from before the model is built; on CUDA it is the
+caching allocator's statistics. On a GPU that is not there (a rehearsal) all of it runs, and there are no times.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 
-from traces.errors import PlanError, SpecError, is_out_of_memory
+from traces.errors import PlanError, SpecError
 from traces.files import from_json
 from traces.isolated import run_fresh
 from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
@@ -50,6 +50,7 @@ class Job(Settings):
 
     variant: str
     plan_path: str
+    beside: bool = False  # time the save-all step in turns with the plan's
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
 
 
@@ -64,13 +65,9 @@ class JobResult:
 
 
 Once = Callable[[], bool]  # one training step; whether a gradient scaler took it
-
-
-class _Ready(NamedTuple):
-    """A step that can be run, and what makes the save-all step on the same model and optimizer (None: not wanted)."""
-
-    once: Once
-    keep_all: Callable[[], Once] | None
+Prepare = Callable[
+    [], tuple[Once, Callable[[], Once]]
+]  # a step, and what makes the save-all step on its model
 
 
 def run_job(job: Job) -> JobResult:
@@ -108,7 +105,7 @@ def perform(job: Job) -> JobResult:
         outcome = verify(build, plan, job.device, job.steps)
         return JobResult(figures=RunFigures(), environment=environment(job.device), verification=outcome)
 
-    def prepare() -> _Ready:
+    def prepare() -> tuple[Once, Callable[[], Once]]:
         step = build(job.device)
         model: Any = step.model
         if job.variant != EAGER:
@@ -121,12 +118,12 @@ def perform(job: Job) -> JobResult:
             run_step(step, model, step.optimizer)
             return scale_of(step.scaler) >= before
 
-        def beside() -> Once:
+        def keep_all() -> Once:
             known: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
             other = apply_plan(copy.deepcopy(model, known), replace(plan, actions=(), rewrites=()))
-            return lambda: run(other)
+            return partial(run, other)
 
-        return _Ready(lambda: run(model), beside if job.variant == PLAN else None)
+        return partial(run, model), keep_all
 
     measure = _measure_cuda if job.device.startswith("cuda") else _measure_cpu
     figures, curve = measure(prepare, job)
@@ -135,19 +132,19 @@ def perform(job: Job) -> JobResult:
     return JobResult(figures=figures, environment=environment(job.device), curve=curve)
 
 
-def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+def _measure_cpu(prepare: Prepare, job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
     from tracer.measure.probes import cpu_loop
 
     with cpu_loop() as loop:
-        ready = prepare()
+        once, keep_all = prepare()
 
         def iterate() -> bool:
             with loop.iteration():
-                return ready.once()
+                return once()
 
         _enough(iterate, job.memory_steps)
     figures = RunFigures(peak_allocated_bytes=max(steady(loop.peaks)), peaks_bytes=tuple(loop.peaks))
-    return _with_times(figures, ready, job, lambda: None), loop.curve
+    return _with_times(figures, once, keep_all, job, lambda: None), loop.curve
 
 
 def _enough(iterate: Callable[[], bool], least: int) -> None:
@@ -168,10 +165,10 @@ def _enough(iterate: Callable[[], bool], least: int) -> None:
         k += 1
 
 
-def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+def _measure_cuda(prepare: Prepare, job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
     import torch
 
-    ready = prepare()
+    once, keep_all = prepare()
     gc.collect()
     # The model was built on the GPU, which leaves cached what its initialisers freed; one moved there leaves nothing.
     torch.cuda.empty_cache()
@@ -179,7 +176,7 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
     def iterate() -> bool:
         torch.cuda.reset_peak_memory_stats()
-        taken = ready.once()
+        taken = once()
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         # What was asked for, as on the CPU and as the simulator sums it; the blocks handed out are larger.
@@ -197,65 +194,29 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
         peaks_bytes=tuple(peaks),
         reserved_bytes=tuple(reserved),
     )
-    return _with_times(figures, ready, job, torch.cuda.synchronize), ()
+    return _with_times(figures, once, keep_all, job, torch.cuda.synchronize), ()
 
 
-def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
-    """The figures with the times of steps: of a plan in turns with the save-all step, where that fits too."""
-    keep_all = _fitting(ready.keep_all)
-    steps = [ready.once, *([] if keep_all is None else [keep_all])]
-    times, *beside = timed(steps, warmup=job.warmup, runs=job.runs, wait=wait)
-    median = int(statistics.median(times))
-    return replace(
-        figures, step_time_ns=median, times_ns=times, keep_all_times_ns=beside[0] if beside else ()
-    )
+def _with_times(
+    figures: RunFigures, once: Once, keep_all: Callable[[], Once], job: Job, wait: Callable[[], object]
+) -> RunFigures:
+    """The figures with the times of steps, each from and to where the device has done all that was asked of it.
 
-
-def timed(
-    steps: Sequence[Once], *, warmup: int, runs: int, wait: Callable[[], object]
-) -> list[tuple[int, ...]]:
-    """Time steps `runs` times in turns, after `warmup` times; returns the times of each, in ns.
-
-    A machine's speed drifts by more than what a plan costs: clocks, other processes, a neighbour on the same host. The
-    k-th times are a moment apart, so the median over their quotients is a slow-down; who begins alternates.
-
-    Args:
-        wait: returns when the device has done all that was asked of it.
+    A machine's speed drifts by more than a plan costs; the k-th times of a plan and of save-all are a moment apart.
     """
-    for _ in range(warmup):
-        for step in steps:
-            step()
-    times: list[list[int]] = [[] for _ in steps]
-    for k in range(runs):
-        for which in range(len(steps))[:: 1 if k % 2 == 0 else -1]:
+    steps = [once, *([keep_all()] if job.beside else [])]
+    times: list[list[int]] = [[], []]
+    for _ in range(job.warmup + job.runs):
+        for step, taken in zip(steps, times, strict=False):
             wait()
             begin = time.perf_counter_ns()
-            steps[which]()
+            step()
             wait()
-            times[which].append(time.perf_counter_ns() - begin)
-    return [tuple(found) for found in times]
-
-
-def _fitting(make: Callable[[], Once] | None) -> Once | None:
-    """The step that is made, if one run of it does not run out of memory."""
-    if make is None:
-        return None
-    try:
-        once = make()
-        once()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    else:
-        return once
-    # Out here, so that the error no longer holds the frames with what they allocated. What CUDA's allocator keeps of it
-    # would be in the way of the steps that follow.
-    gc.collect()
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return None
+            taken.append(time.perf_counter_ns() - begin)
+    of_plan, beside = (tuple(taken[job.warmup :]) for taken in times)
+    return replace(
+        figures, step_time_ns=int(statistics.median(of_plan)), times_ns=of_plan, keep_all_times_ns=beside
+    )
 
 
 def predicted_figures(plan: Plan, which: str) -> RunFigures:

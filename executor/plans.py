@@ -77,9 +77,9 @@ def measure_plan(
     check_alloc_conf(plan.meta, settings.device)
     predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
 
-    def job(variant: str) -> JobResult:
+    def job(variant: str, **how: Any) -> JobResult:
         conf = plan.meta.alloc_conf
-        return run_job(Job(variant=variant, plan_path=str(path), alloc_conf=conf, **asdict(settings)))
+        return run_job(Job(variant=variant, plan_path=str(path), alloc_conf=conf, **asdict(settings), **how))
 
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
 
@@ -102,7 +102,7 @@ def measure_plan(
         progress(f"Measuring {label} on {settings.device} ...")
         results[variant] = if_it_fits(variant, f"{label}, which is not measured,")
     progress(f"Measuring the plan on {settings.device} ...")
-    of_plan = job(PLAN)
+    of_plan = job(PLAN, beside=results[KEEP_ALL].figures.peak_allocated_bytes is not None)
     environment = of_plan.environment
     told = other_threads(plan.meta, environment)
     if told:

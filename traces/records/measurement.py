@@ -63,20 +63,13 @@ class RunFigures:
             raise ValueError("keep_all_times_ns are not the times of as many steps as times_ns")
 
 
-def measured_slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
-    """Percent that a plan adds to the step's time; None where it is not known.
-
-    Of steps that ran in turns it is the median over pairs; without such pairs it is the ratio of the two medians, which
-    holds the drift of the machine from one to the other too.
+def slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
+    """Percent by which the plan's step time is above keep-all's, of steps in turns the median over pairs; None where a
+    time is unknown.
     """
     if plan.keep_all_times_ns:
         pairs = zip(plan.times_ns, plan.keep_all_times_ns, strict=True)
         return 100.0 * (statistics.median(p / k for p, k in pairs) - 1.0)
-    return slowdown_percent(plan, keep_all)
-
-
-def slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
-    """Percent by which the plan's step time is above keep-all's; None where a time is unknown."""
     if not keep_all.step_time_ns or plan.step_time_ns is None:
         return None
     return 100.0 * (plan.step_time_ns / keep_all.step_time_ns - 1.0)
@@ -159,7 +152,7 @@ class Measurement(JsonRecord):
     @property
     def slowdown_percent(self) -> float | None:
         """The time that the plan adds to the step, measured, in percent."""
-        return measured_slowdown_percent(self.measured, self.keep_all)
+        return slowdown_percent(self.measured, self.keep_all)
 
     @property
     def predicted_slowdown_percent(self) -> float | None:
