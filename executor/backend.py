@@ -21,8 +21,7 @@ import torch
 from torch import fx, nn
 
 from executor.graphs.graph import Graph, compile_graph
-from executor.graphs.match import Fitted, fitted, left_out
-from executor.graphs.mismatch import HINT
+from executor.graphs.match import HINT, Fitted, fitted, left_out
 from simulator.core.limits import DEFAULTS, check_budget, parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible

@@ -1,24 +1,35 @@
-"""Fit a plan to a captured graph: the program to run, and the plan's actions on it."""
+"""Fit a plan to a captured graph: the program to run, and the plan's actions on it; or say why it is for another."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Final
 
 import torch
 
 from executor.graphs.edited import rewritten
 from executor.graphs.graph import Graph
-from executor.graphs.mismatch import another_graph, by_ones_alone
 from executor.matching import check_kind
 from simulator.core.problem import Problem
 from tracer.capture.compiling import Could
 from tracer.record.program import Program
 from tracer.record.sketch import ops_of
+from traces.errors import PlanError
 from traces.records.plan import Action, Plan
 from traces.records.trace import TraceMeta
+
+HINT: Final = ', or apply the plan with on_mismatch="replan" or "eager".'
+FEW: Final = 4  # differences of one kind that are named
+# What of a sketch decides a graph: its key, and the word for what is in it.
+TOLD: Final = {
+    "arguments": "argument",
+    "frozen": "frozen (requires_grad is off)",
+    "evaluated": "in evaluation mode",
+    "dtypes": "parameters of type",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +59,18 @@ def fitted(graph: Graph, plan: Plan, sketch: Callable[[Program], dict[str, Any]]
         return _by_plan(program, plan)
     now = sketch(program)
     planned = int(plan.predicted.get("plan", {}).get("peak_allocated_bytes", 0))
-    ones = not graph.of_many_sizes and by_ones_alone(plan.meta.sketch, now)
-    if ones and model_bytes(program) <= planned:
+    before, here = _ones(plan.meta.sketch), _ones(now)
+    ones = not graph.of_many_sizes and len(before) == len(here) and before != here
+    # Of its forward and backward alone: parameters, buffers, arguments and what ops make.
+    if ones and Problem(program.trace()).saved.timeline.peak_allocated_bytes <= planned:
         return Fitted(program=program, actions=(), all_saved=True)
-    raise another_graph(plan.meta, now, program.fingerprint(sizes=False), graph.kind)
+    raise _another_graph(plan.meta, now, program.fingerprint(sizes=False), graph.kind)
 
 
 def left_out(plan: Plan, could: Sequence[Could]) -> list[frozenset[int]]:
     """The outputs that a plan's loss does not differentiate, or none of them; `could`: those that it could."""
     places = frozenset(x.place for x in could if x.number not in plan.meta.grad_outputs)
     return [places, frozenset()] if places and len(places) < len(could) else [frozenset()]
-
-
-def planned_elements(plan: Plan) -> int:
-    """How many elements the tensors have that the plan's call takes; 0: it does not say."""
-    shown = [x.partition("[")[2].partition("]")[0] for _, x in plan.meta.sketch.get("arguments", ())]
-    sizes = [[n.strip() for n in x.split(",")] for x in shown if x]
-    return sum(math.prod(map(int, x)) for x in sizes if all(n.isdigit() for n in x))
-
-
-def elements_of(leaves: Sequence[Any]) -> int:
-    """How many elements a call's tensors have."""
-    return sum(x.numel() for x in leaves if isinstance(x, torch.Tensor))
 
 
 def _by_plan(program: Program, plan: Plan) -> Fitted:
@@ -82,15 +83,6 @@ def _by_plan(program: Program, plan: Plan) -> Fitted:
         actions=tuple(a for a in program_actions(plan, changed, more) if changed.storages[a.storage].nbytes),
         exact=program.fingerprint() == plan.meta.graph_fingerprint,
     )
-
-
-def model_bytes(program: Program) -> int:
-    """The peak of a model's forward and backward.
-
-    Counts: parameters, buffers, arguments, and what ops make. Ignores: what ops allocate inside, the loss code and the
-    optimizer.
-    """
-    return Problem(program.trace()).saved.timeline.peak_allocated_bytes
 
 
 def _fits(program: Program, meta: TraceMeta) -> bool:
@@ -118,3 +110,59 @@ def program_actions(plan: Plan, program: Program, more: int = 0) -> tuple[Action
         return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))
 
     return tuple(replace(a, storage=a.storage + more, evict_after=locals_of(a)) for a in plan.actions)
+
+
+def describe(meta: TraceMeta) -> str:
+    """A trace in a few words, for messages."""
+    amp = f", autocast {meta.amp}" if meta.amp else ""
+    return (
+        f"{meta.model}, batch size {meta.batch_size}{amp}, torch {meta.torch_version}, device {meta.device}"
+    )
+
+
+def _another_graph(meta: TraceMeta, now: dict[str, Any], structure: str, device: str) -> PlanError:
+    """The error for a call whose graph is not the plan's; `now`: the call's sketch and `amp`, or {}, unknown."""
+    told = "; ".join(_causes(meta, now, device)) or (
+        f"its structure is {meta.structure_fingerprint}, and here {structure}"
+    )
+    return PlanError(
+        f"the plan was made for another graph ({describe(meta)}): {told}. Call the model as it was traced, or trace "
+        f"it as it is now and plan again{HINT}"
+    )
+
+
+def _causes(meta: TraceMeta, now: dict[str, Any], device: str) -> Iterator[str]:
+    """What differs, the likeliest cause first."""
+    around = {
+        "device": (meta.device.partition(":")[0], device),
+        "autocast": (meta.amp, now.get("amp", meta.amp)),
+        "torch": (meta.torch_version, torch.__version__),
+    }
+    yield from (f"{what} was {a or 'off'} and is {b or 'off'}" for what, (a, b) in around.items() if a != b)
+    then = meta.sketch
+    if not now or then.keys() < now.keys() - {"amp"}:
+        return  # nothing to compare
+    for key, word in TOLD.items():
+        a, b = _names(then, key), _names(now, key)
+        for names, verb in ((b - a, "new"), (a - b, "gone")):
+            if names:
+                yield f"{word}: {', '.join(sorted(names)[:FEW])} {verb}"
+    if then["shares"] != now["shares"]:
+        yield "arguments share memory otherwise"
+    ops = enumerate(zip_longest(ops_of(then), ops_of(now), fillvalue=("no op", "it")))
+    for k, (was, here) in [(k, pair) for k, pair in ops if pair[0] != pair[1]][:1]:
+        yield f"op {k} was {was[0]} in {was[1] or 'the model'} and is {here[0]} in {here[1] or 'the model'}"
+
+
+def _names(sketch: dict[str, Any], key: str) -> set[str]:
+    """What is in a sketch under a key, in words; arguments without their sizes, but for those of one."""
+    if key != "arguments":
+        return {name or "the whole model" for name in sketch[key]}
+    number = re.compile(r"\d+(?=[,\]])")
+    return {f"{name} ({number.sub(lambda n: '1' if n[0] == '1' else 'n', x)})" for name, x in sketch[key]}
+
+
+def _ones(sketch: dict[str, Any]) -> list[list[bool]]:
+    """Of each argument which sizes are one."""
+    sizes = (x.partition("[")[2].partition("]")[0].split(", ") for _, x in sketch.get("arguments", ()))
+    return [[n == "1" for n in each] for each in sizes]

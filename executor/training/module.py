@@ -29,8 +29,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from executor.backend import ERROR, Compiler, ManySizes
-from executor.graphs.match import elements_of, planned_elements
-from executor.graphs.mismatch import HINT, describe
+from executor.graphs.match import HINT, describe
 from executor.training.receipt import CaptureNote, Receipt
 from executor.training.wrapped import DATA_PARALLEL, inside
 from tracer.capture.compiling import by_dynamo, calling
@@ -69,7 +68,7 @@ class Planned:
         self.first: Callable[..., Compiler] | None = None  # makes the compiler at the first training call
         self.call: tuple[Any, Any] = ((), {})  # the arguments of the call that is being compiled,
         self.amp = ""  # and the type of autocast around it
-        self.planned = self.larger = self.entered = self.warned = 0
+        self.planned = self.entered = self.warned = 0
         self.removed = False
         self.off = 0  # how many `with unplanned(...)` are open
         self.without: Counter[str] = Counter()  # training calls without a plan, by the reason
@@ -243,9 +242,6 @@ class Planned:
             self._count(NOTHING)
         elif compiler.without.total() == without:
             self.planned += 1
-            if compiler.plan is not None:
-                now = elements_of(pytree.tree_leaves((args, kwargs)))
-                self.larger += 0 < planned_elements(compiler.plan) < now
         return made
 
     def _check_call(self, leaves: list[Any]) -> None:
@@ -300,7 +296,6 @@ class Planned:
         return Receipt(
             plan=self.compiler.plan,
             planned_steps=self.planned,
-            larger_steps=self.larger,
             unplanned_steps=without.total(),
             unplanned_because=dict(without),
             captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps, seconds=c.seconds) for c in compiled),
@@ -384,7 +379,6 @@ def _receipt_of_blocks(root: nn.Module) -> Receipt:
         each[0],
         plan=None,
         planned_steps=min(r.planned_steps for r in each),
-        larger_steps=max(r.larger_steps for r in each),
         unplanned_steps=max(r.unplanned_steps for r in each),
         unplanned_because=dict(sum((Counter(r.unplanned_because) for r in each), Counter())),
         captures=tuple(

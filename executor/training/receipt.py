@@ -24,7 +24,6 @@ class Receipt:
 
     plan: Plan | None  # None: each part is planned to its share
     planned_steps: int
-    larger_steps: int  # of them, that had larger arguments than the plan's, and may need more than it holds
     unplanned_steps: int
     unplanned_because: Mapping[str, int]  # why, and how many
     captures: tuple[CaptureNote, ...]
@@ -37,11 +36,9 @@ class Receipt:
         peak = "not counted on a CPU"
         if self.peak_allocated_bytes is not None:
             peak = f"{show_bytes(self.peak_allocated_bytes)} allocated, {show_bytes(self.peak_reserved_bytes)} reserved"
-        larger = f"  {self.larger_steps} were larger than the plan's, and may need more"
         return "\n".join(
             [
                 f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without; peak {peak}",
-                *([larger] if self.larger_steps else []),
                 *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
                 *(f"  {c.steps} {c.fit}, compiled in {c.seconds:.1f} s" for c in self.captures),
                 *(f"  a graph ends: {why}" for why in self.breaks),

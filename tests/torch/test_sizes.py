@@ -264,16 +264,8 @@ def test_a_batch_of_one_that_takes_more_than_the_planned_step_is_refused() -> No
     planned._lowtide.compiler.plan = replace(
         planned._lowtide.compiler.plan, predicted={"plan": {"peak_allocated_bytes": 1000}}
     )
-    with pytest.raises(PlanError, match=r"int64\[1, n\].* new; .*int64\[n, n\].* gone; the plan's graph has"):
+    with pytest.raises(PlanError, match=r"int64\[1, n\].* new; .*int64\[n, n\].* gone; op "):
         planned(**batch(1, 12))
-
-
-def test_calls_that_are_larger_than_the_plan_s_are_counted() -> None:
-    _, planned, batch = pair(deciding("plain"), (3, 6), everything=True)
-    for length in (6, 4, 7, 8, 5, 9):
-        planned(**batch(3, length))
-    assert planned.receipt().larger_steps == 3
-    assert "3 were larger than the plan's" in str(planned.receipt())
 
 
 def peaks_and_resident(steps: int) -> tuple[list[int], list[int]]:
