@@ -7,7 +7,7 @@ model = fit(model, (x, y), loss=criterion, optimizer=optimizer, budget="8GiB")
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,17 @@ from torch import nn
 
 from executor.backend import REPLAN, Compiler, Say, check_parts, on_stderr
 from executor.training.module import bare, compiler_of, install
-from executor.training.planning import Clock, Wanted, in_words, plan_within, record
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
+from simulator.prediction import ask as simulator
 from simulator.prediction.step import UNTOUCHED_LESS, text, warnings_of
-from traces.records.plan import RESERVED
+from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
+from tracer.precision.policy import ambient
+from tracer.recording import record_fake
+from traces.devices import board_of
+from traces.devices import device as device_entry
+from traces.provenance import alloc_conf
+from traces.records.plan import ALLOCATED, RESERVED, Plan
 
 
 def fit(
@@ -80,27 +86,76 @@ def fit(
             budget=budget, on_mismatch=on_mismatch, parts=True, planner=planner, seconds=seconds, say=say
         )
         return install(model.train(), made)
-    wanted = Wanted(
-        budget=budget,
-        budget_of=budget_of,
-        optimizer=optimizer,
-        scaler=scaler,
-        allow=allow,
-        levers=None if levers is None else tuple(levers),
-        planner=planner,
-        seconds=seconds,
-        loop={"release_gradients": release_gradients or None},
-    )
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
-    began, clock, target = time.monotonic(), Clock(say), bare(model)
-    trace = record(target, batch, loss, wanted, amp)
-    clock.done(f"captured a step of {len(trace.ops)} ops")
+    target = bare(model)
+    plan = plan_step(
+        target,
+        batch,
+        loss,
+        optimizer,
+        budget=budget,
+        budget_of=budget_of,
+        amp=amp,
+        scaler=scaler,
+        loop={"release_gradients": release_gradients or None},
+        allow=allow,
+        levers=levers,
+        planner=planner,
+        seconds=seconds,
+        say=say,
+    )
+    return install(model, compiler_of(plan, target, on_mismatch))
+
+
+def plan_step(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Any] | None,
+    optimizer: Any,
+    *,
+    budget: str | int,
+    budget_of: str | None = None,
+    amp: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    loop: Mapping[str, Any],
+    allow: str = "bit",
+    levers: Sequence[str] | None = None,
+    planner: str | None = None,
+    seconds: float = DEFAULTS.seconds,
+    say: Say,
+) -> Plan:
+    """The plan for the step of a model that has none, recorded on fake tensors of its device; the model stays as it is
+    but for training mode.
+
+    Args:
+        loop: what the loop does beside calling the model (`tracer.step.loop_options`), such as accumulate.
+        The others are those of `fit`.
+    """
+    began, where = time.monotonic(), next((p.device for p in model.parameters()), torch.device("cpu"))
+    if not model.training:
+        model.train()
+    options = {**loop, "amp": (ambient(where.type).dtype if amp is None else amp) or None}
+    step, on_gpu = in_hand(model, batch, loss, optimizer, scaler, {}, options, 0), where.type == "cuda"
+    name = torch.cuda.get_device_name(where) if on_gpu else ""
+    target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
+    with left_as_found():
+        trace = record_fake(step, target, device=str(where))
+    say(f"captured a step of {len(trace.ops)} ops")
     for warning in warnings_of(Problem(trace)):
         if warning.code == UNTOUCHED_LESS:
             say(f"warning: {text(warning)}")
-    plan = plan_within(trace, wanted)
-    clock.done(f"planned: {in_words(plan)}")
-    install(model, compiler_of(plan, target, on_mismatch))
-    say(f"ready after {time.monotonic() - began:.1f} s")
-    return model
+    # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
+    unnamed = () if allow == "bit" else None
+    plan = simulator.plan(
+        trace,
+        budget,
+        allow=allow,
+        levers=unnamed if levers is None else tuple(levers),
+        planner=planner,
+        budget_of=budget_of or (RESERVED if on_gpu else ALLOCATED),
+        seconds=seconds,
+        alloc_conf=alloc_conf() if on_gpu else None,
+    )
+    say(f"planned after {time.monotonic() - began:.1f} s: {plan}")
+    return plan

@@ -6,18 +6,22 @@ planned, and evaluation runs as ever; the first training call is planned before 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from contextlib import suppress
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from executor.backend import REPLAN, Compiler, Say, check_parts, on_stderr
+from executor.fitting.fit import plan_step
 from executor.training.module import STATE, compiler_of, install, remove_plan
-from executor.training.planning import Wanted, loss_of, plan_within, record
 from simulator.core.limits import DEFAULTS
-from tracer.step.batch import SplitBatch
+from tracer.step.batch import SplitBatch, loss_in_outputs
+from tracer.torch_api import pytree
 from traces.errors import SpecError
 from traces.records.plan import RESERVED, Plan
 
@@ -81,19 +85,21 @@ class FirstBatchCallback:
             within: dict[str, Any] = {"budget": self.budget, "seconds": self.seconds, "say": self.say}
             install(module, Compiler(parts=True, on_mismatch=self.on_mismatch, **within))
             return
-        wanted = Wanted(
-            budget=self.budget or "100%",
-            budget_of=self.budget_of,
-            seconds=self.seconds,
-            optimizer=bare_optimizer(optimizer, module),
-            loop=loop,
-        )
 
         def first(module: nn.Module, args: Any, kwargs: Any) -> Compiler:
             call = SplitBatch(args=args, kwargs=kwargs, loss=self.loss or loss or loss_of, loss_inputs=())
-            plan = plan_within(record(module, call, None, wanted), wanted)
-            self.say(f"planned {type(module).__name__} from its first batch: {plan}")
-            return compiler_of(plan, module, self.on_mismatch)
+            found = plan_step(
+                module,
+                call,
+                None,
+                bare_optimizer(optimizer, module),
+                budget=self.budget or "100%",
+                budget_of=self.budget_of,
+                loop=loop,
+                seconds=self.seconds,
+                say=self.say,
+            )
+            return compiler_of(found, module, self.on_mismatch)
 
         install(module, Compiler(budget="100%", on_mismatch=self.on_mismatch), first=first)
 
@@ -131,3 +137,13 @@ def loop_around(accumulate: int, clip_grad_norm: float | None) -> dict[str, Any]
     """The options of the loop (`tracer.step.loop_options`); frameworks say 0 or None where they do not clip."""
     found: dict[str, Any] = {"accumulate": accumulate} if accumulate > 1 else {}
     return found | ({"clip_grad_norm": float(clip_grad_norm)} if clip_grad_norm else {})
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that the module computes, if it does; else a sum that differentiates all its tensor outputs."""
+    with suppress(SpecError):
+        return cast(torch.Tensor, loss_in_outputs(outputs))
+    chosen = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not chosen:
+        raise SpecError("the model returns no loss, and no output of it requires a gradient.")
+    return reduce(operator.add, ((x.abs() if x.is_complex() else x).float().mean() for x in chosen))

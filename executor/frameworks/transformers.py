@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.frameworks.first_batch import FirstBatchCallback, loop_around
-from executor.training.planning import loss_of
+from executor.frameworks.first_batch import FirstBatchCallback, loop_around, loss_of
 from tracer.step.named.huggingface import import_transformers
 
 import_transformers()  # says if it is missing, and makes it importable beside a CPU-only torch
