@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from executor.graphs.graph import Graph, compile_graph
 from executor.graphs.match import HINT, Fitted, fitted, left_out
@@ -115,7 +115,6 @@ class Compiler:
 
     Attributes:
         plan, budget: one of them is given; see `lowtide`. The budget is also for graphs that the plan is not for.
-        owner: the module that is compiled, as a DistributedDataParallel around it knows it.
         sketch: makes the sketch of the call that is being compiled, for messages.
         static: the graphs are of the sizes of one call each.
         around_bytes: of the budget, what exists beside the graph throughout: the optimizer's states.
@@ -131,7 +130,6 @@ class Compiler:
     parts: bool = False
     planner: str | None = None
     seconds: float = DEFAULTS.seconds
-    owner: nn.Module | None = None
     sketch: Sketch = lambda _: {}
     static: bool = True
     around_bytes: int = 0
@@ -189,7 +187,7 @@ class Compiler:
 
     def _planned(self, module: fx.GraphModule, examples: Sequence[Any]) -> tuple[Graph, Any, str]:
         if self.plan is None:
-            return (*compile_graph(module, examples, self._within, self.owner), REPLANNED)
+            return (*compile_graph(module, examples, self._within), REPLANNED)
         plan, found = self.plan, list[Fitted]()
 
         def decide(graph: Graph) -> tuple[Program, Sequence[Action]]:
@@ -200,7 +198,7 @@ class Compiler:
         freed = "release_gradients" in plan.meta.loop
         for gone in left_out(plan, differentiable(module)):
             try:
-                graph, run = compile_graph(module, examples, decide, self.owner, gone, released=freed)
+                graph, run = compile_graph(module, examples, decide, gone, released=freed)
             except PlanError as error:
                 refused.append(str(error))
                 continue
@@ -216,7 +214,7 @@ class Compiler:
         if not wanted or self._replanned >= MOST_REPLANS:
             raise PlanError(why)
         try:
-            made = compile_graph(module, examples, self._within, self.owner)
+            made = compile_graph(module, examples, self._within)
         except LowtideError as error:
             raise PlanError(f"{why} No plan could be made for it: {error}") from None
         self._replanned += 1

@@ -5,7 +5,6 @@ both parts run op by op.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -26,7 +25,7 @@ from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, Input, Joint, input
 from tracer.capture.passes.batch_norm import without_statistics
 from tracer.precision.policy import ambient
 from tracer.record.program import Program, program_of
-from tracer.step.release import check_alone, hands_over
+from tracer.step.release import hands_over
 from tracer.torch_api import (
     BoxedCodeGen,
     current_autograd_node,
@@ -61,6 +60,7 @@ class Graph:
         kind: the type of its device.
         of_many_sizes: whether some of its sizes are inputs.
         released: whether the loop frees each gradient in backward.
+        awaits: such a loop has called it, and backward has not run.
         left_out: numbers of the outputs that the plan has no gradients for.
         steps: calls so far.
         amp: the type of autocast in all of forward.
@@ -72,7 +72,7 @@ class Graph:
     kind: str = "cpu"
     of_many_sizes: bool = False
     released: bool = False
-    pool: hand_over.Pool | None = None
+    awaits: bool = False
     joint: Joint | None = None
     rewritten: Rewritten | None = None
     left_out: frozenset[int] = frozenset()
@@ -154,10 +154,9 @@ class Graph:
                 partial[gone] = without(module, frozenset(holders[k].name for k in gone))
                 _boxed(partial[gone])
             used = partial[gone] if gone else module
-            if known.parameters and self.pool is not None:
-                if hands_over(known.parameters):
-                    check_alone(known.parameters, PlanError)
-                return self.pool.backward(known, used, known.parameters, places, values)
+            if known.parameters:
+                self.awaits = False
+                return hand_over.backward(used, known.parameters, places, values)
             return used.forward(values) if gone else whole(values)
 
         return _marked_boxed(call)
@@ -175,25 +174,28 @@ class Graph:
                 "Call backward outside of the region."
             )
 
-    def around(self, compiled: Callable[..., Any], owner: nn.Module | None) -> Callable[..., Any]:
-        """Return what dynamo's code calls: the compiled graph, and around it what backward has to know.
-
-        Args:
-            owner: the module that is being compiled, as a DistributedDataParallel around it knows it.
+    def _check_none_awaited(self) -> None:
+        """Raise PlanError, once, if a call came before the backward of the one before, or that has none, as where it
+        is given `inputs=`: autograd sees no way from the loss to the parameters, and runs nothing.
         """
+        awaited, self.awaits = self.awaits, False
+        if awaited:
+            raise PlanError(
+                "the backward of an earlier training call did not run, so that no parameter got a gradient of it. A "
+                "plan of a loop that frees gradients needs backward(), without inputs, after each call; if the call "
+                "needs no backward, run it inside `with unplanned(model):`."
+            )
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what dynamo's code calls: the compiled graph, and around it what backward has to know."""
         places = [k for k, x in enumerate(self.inputs) if x.kind == PARAMETER]
-        of = (
-            (lambda: None) if owner is None else weakref.ref(owner)
-        )  # a model goes with what was compiled of it
 
         def call(*given: Any) -> Any:
             values, known = list(given), Call()
             parameters = tuple(values[k] for k in places)
-            if hand_over.wanted(of(), parameters, self.released):
-                # Autograd must not reach the parameters themselves, which get their gradients by the pool.
-                self.pool = self.pool or hand_over.Pool()
-                if self.released:
-                    self.pool.check_none_dropped()
+            if self.released and hands_over(parameters):
+                # Autograd must not reach the parameters themselves, which get their gradients inside backward.
+                self._check_none_awaited()
                 known.parameters = parameters
                 for k in places:
                     values[k] = values[k].detach().requires_grad_(values[k].requires_grad)
@@ -213,8 +215,7 @@ class Graph:
             node.set_materialize_grads(
                 False
             )  # an output that the loss does not use has no gradient, not zeros
-            if known.parameters and self.pool is not None:
-                self.pool.add(known)
+            self.awaits = bool(known.parameters)
             return outputs
 
         return torch.compiler.disable(call)
@@ -240,7 +241,6 @@ def compile_graph(
     module: fx.GraphModule,
     examples: Sequence[Any],
     decide: Decide,
-    owner: nn.Module | None = None,
     left_out: Collection[int] = (),
     *,
     released: bool = False,
@@ -248,7 +248,6 @@ def compile_graph(
     """Compile what dynamo captured; returns the graph, and what dynamo is to call in its place.
 
     Args:
-        owner: the module that it is of, as a DistributedDataParallel around it knows it.
         left_out: numbers of outputs that the plan has no gradients for.
         released: whether the loop frees each gradient in backward.
     """
@@ -272,7 +271,7 @@ def compile_graph(
     for n in module.graph.nodes:  # whose fake values hold small real ones, by their gradient functions
         if n.op != "placeholder":
             n.meta.pop("example_value", None)
-    return graph, graph.around(compiled, owner)
+    return graph, graph.around(compiled)
 
 
 def _leaves_autocast(graph: fx.Graph) -> bool:

@@ -222,7 +222,7 @@ class Planned:
 
     def _compiled(self, forward: Any, args: Any, kwargs: Any) -> Any:
         compiler, whole = self.compiler, not self.compiler.parts
-        compiler.owner, compiler.sketch, compiler.warn = self.module, self._sketch, self._warn
+        compiler.sketch, compiler.warn = self._sketch, self._warn
         if compiler.run is None:
             dynamic = False if compiler.static or (compiler.plan and compiler.plan.rewrites) else None
             compiler.run = by_dynamo(compiler, dynamic=dynamic, whole=whole)

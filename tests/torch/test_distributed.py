@@ -1,8 +1,7 @@
-"""DistributedDataParallel around a plan: two processes train as without the plan, and buckets overlap with backward."""
+"""DistributedDataParallel and fully_shard around plans: two processes train as without them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -18,10 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor import apply_plan, remove_plan
-from executor.graphs.hand_over import Pool
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded
 from tracer.measure.probes import cpu_loop
@@ -75,22 +72,13 @@ def two_forwards(ddp: nn.Module, rank: int, k: int) -> torch.Tensor:
     return loss
 
 
-def one_forward_too_many(ddp: nn.Module, rank: int, k: int) -> torch.Tensor:
-    """The graph of a forward without a backward is still there when the other's backward runs."""
-    idle = ddp(batch(rank, 50 + k)[0])
-    loss = once_a_step(ddp, rank, k)
-    return loss + 0 * idle.sum().detach()
-
-
 LOOPS: dict[str, Callable[[nn.Module, int, int], torch.Tensor]] = {
     "once": once_a_step,
     "accumulated": accumulated,
     "two_forwards": two_forwards,
-    "one_forward_too_many": one_forward_too_many,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
-    "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
 }
@@ -112,59 +100,6 @@ def train(
         optimizer.step()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [*losses, *gradients, *model.state_dict().values(), torch.get_rng_state()]
-
-
-class Ops(TorchDispatchMode):
-    """Notes the products of matrices and the buckets in the order in which they come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
-            self.seen.append("mm")
-        return func(*args, **(kwargs or {}))
-
-
-def order(model: nn.Module, rank: int, settings: str = "") -> str:
-    """The products and buckets of the third backward: "mm mm bucket mm ..."."""
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **SETTINGS[settings])
-    ops = Ops()
-
-    def hook(_state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
-        ops.seen.append("bucket")
-        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-        return work.get_future().then(lambda f: f.value()[0])  # type: ignore[union-attr]
-
-    ddp.register_comm_hook(None, hook)
-    for k in range(3):
-        x, y = batch(rank, k)
-        loss = functional.cross_entropy(ddp(x), y)
-        ops.seen.clear()
-        with ops if k == 2 else contextlib.nullcontext():
-            loss.backward()
-    return " ".join(ops.seen)
-
-
-def values_left(model: nn.Module, rank: int) -> list[int]:
-    """How many of the values that each backward was given its caller still holds."""
-    left: list[int] = []
-    original = Pool.backward
-
-    def backward(self: Pool, *args: Any) -> Any:
-        rest = original(self, *args)
-        left.append(len(args[-1]))
-        return rest
-
-    ddp = DistributedDataParallel(model)
-    Pool.backward = backward  # type: ignore[method-assign]
-    try:
-        for k in range(2):
-            once_a_step(ddp, rank, k)
-    finally:
-        Pool.backward = original  # type: ignore[method-assign]
-    return left
 
 
 class Block(nn.Module):
@@ -351,10 +286,6 @@ def worker(rank: int, port: int, ranks: int = 2) -> None:
         if loop == "once":
             around = train(net(), rank, loop, settings, plan)
             found[f"around {settings}".strip()] = all(map(torch.equal, eager, around))
-    found["order"] = order(apply_plan(net(), plan), rank)
-    found["order at the end"] = order(apply_plan(net(), plan), rank, "unused")
-    found["left"] = values_left(apply_plan(net(), plan), rank)
-    found["order of eager"] = order(net(), rank)
     plan_b = plan_of_block()
     eager = sharded(rank, "shard", plan_b)
     for order_of in ("plan shard", "shard plan"):
@@ -408,17 +339,6 @@ def test_ten_steps_of_two_processes_are_those_without_a_plan(found: dict[str, An
     assert found[row] is True
 
 
-def test_buckets_are_reduced_while_backward_still_computes(found: dict[str, Any]) -> None:
-    words = found["order"].split()
-    assert words.count("bucket") >= 3
-    first = words.index("bucket")
-    assert "mm" in words[first:], "all gradients came at the end"
-    assert first <= found["order of eager"].split().index("bucket")
-    # Without handing over they do come at the end, which the words above would show.
-    last = found["order at the end"].split()
-    assert "mm" not in last[last.index("bucket") :]
-
-
 @pytest.mark.parametrize("order_of", ["plan shard", "shard plan"])
 def test_blocks_under_fully_shard_train_as_without_plans(found: dict[str, Any], order_of: str) -> None:
     assert found[order_of] is True
@@ -445,7 +365,3 @@ def test_blocks_train_by_plans_from_one_file_with_the_same_bits_in_less_memory(
     for how, (equal, share) in blocks.items():
         assert equal, how
         assert abs(share - 1) < 0.01, how  # of the bytes that the traces say are saved no more
-
-
-def test_saved_values_are_not_held_beside_the_backward(found: dict[str, Any]) -> None:
-    assert found["left"] == [0, 0]

@@ -55,7 +55,6 @@ READ = {
     "torch.autograd.forward_ad._current_level",
     "torch.nn.Module._call_impl",
     "torch.nn.Module._wrapped_call_impl",
-    "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
 }
 # Private attributes of objects of torch, transformers and Python. Those that Lowtide's own objects have too, such as
