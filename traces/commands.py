@@ -29,7 +29,7 @@ HEADINGS: Final = {
     "The step": "seq_len image_size dtype amp optimizer optimizer_impl dropout task attention seed",
     "The loop": "zero_grad clip_grad_norm accumulate release_gradients join_loss",
     "The device": "memory context alloc_conf budget_of",
-    "What a plan may change": "allow levers never always_save host_memory host_bandwidth max_gradient_error errors",
+    "What a plan may change": "allow levers host_memory host_bandwidth max_gradient_error errors",
     "The search": "planner seconds",
     "The measurement": "rounds warmup steps memory_steps runs verify iterations",
 }

@@ -36,10 +36,6 @@ SEARCH: Final = (
                  help="Processor time after which a search stops improving its plan."),
     click.option("--seed", type=int, default=DEFAULTS.seed, show_default=True,
                  help="Seed of a planner's random choices."),
-    click.option("--never", multiple=True, metavar="SELECTOR",
-                 help="Ops that must not run again, such as 'layers.* :: aten.mm'. May be repeated."),
-    click.option("--always-save", multiple=True, metavar="SELECTOR",
-                 help="Ops whose values must be saved. May be repeated."),
 )  # fmt: skip
 LEVERS: Final = (
     click.option("--allow", type=click.Choice(list(ALLOW)), default=BIT_EXACT.allow, show_default=True,

@@ -57,7 +57,7 @@ def plan_command(
         check_export(export)
     if output is not None:
         refuse_to_replace(output, force)
-    problem = problem_of(trace_name, asked.constraints)
+    problem = problem_of(trace_name)
     ranges = None
     if shapes is not None:
         from simulator.studies.shapes import check_shapes, over_shapes, traces_of

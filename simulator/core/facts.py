@@ -1,4 +1,4 @@
-"""Work out what a trace says under constraints whatever the plan: what may go, may run again, and what each op adds."""
+"""Work out what a trace says whatever the plan: what may go, may run again, and what each op adds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Final, Self, TypeVar, cast
 
-from simulator.core.limits import NONE, Constraints
 from traces.records.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 T = TypeVar("T")
@@ -21,16 +20,12 @@ class Facts:
     whatever a chain meets is either a candidate itself or still there. Nor may anything have changed, before its last
     use, that such ops read: a parameter that is stepped in backward.
 
-    Under constraints, an op that must never run again may not, and a value that must be saved is no candidate. Such
-    values, and those of such ops, stay for recomputations that read them even if backward does not (`outcome.finish`
-    says so in the plan).
-
     Attributes:
         creates: op -> the storages that it brings into being.
         is_view, may_rerun: op -> whether it is a view; whether it may run a second time.
         forward_end: the number of ops in forward.
         resident: storage -> exists throughout the step.
-        saved_by_default: storage -> made in forward and read in backward, or must be saved.
+        saved_by_default: storage -> made in forward and read in backward.
         pinned: storage -> alive when forward ends for a reason outside the captured graph.
         rebuildable: storage -> can be computed again from what can be saved.
         recompute_only: storage -> rebuildable, but only recomputations would read it after forward.
@@ -44,42 +39,22 @@ class Facts:
             what it holds in any case; of all such ops only the most counts. A view runs nothing, so asks for nothing.
     """
 
-    def __init__(self, trace: Trace, constraints: Constraints = NONE) -> None:
-        """The facts; the rest is worked out when it is first asked for.
-
-        Args:
-            trace: one training step.
-            constraints: what no plan may do.
-
-        Raises:
-            SpecError: a constraint names nothing in this trace.
-        """
-        self.trace, self.constraints = trace, constraints
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
         self._once: dict[Hashable, object] = {}
-        never, always_saved = frozenset[int](), frozenset[int]()
-        if constraints:
-            from simulator.core.selectors import resolve
-
-            never, always_saved = resolve(trace, constraints)
         ops, sts = trace.ops, trace.storages
         n_ops, n_st = len(ops), len(sts)
         creates = tuple(tuple(s for s in ops.writes[i] if sts.producer[s] == i) for i in range(n_ops))
         is_view = tuple(bool(f & VIEW) for f in ops.flags)
-        may_rerun = tuple(not f & FORBIDS_RECOMPUTE and i not in never for i, f in enumerate(ops.flags))
+        may_rerun = tuple(not f & FORBIDS_RECOMPUTE for f in ops.flags)
         forward_end = next((i for i in range(n_ops) if ops.phase[i] != FORWARD), n_ops)
         resident = tuple(p < 0 for p in sts.producer)
         in_forward = tuple(0 <= p < forward_end for p in sts.producer)
-        read_back = tuple(in_forward[s] and sts.last_backward_use[s] >= 0 for s in range(n_st))
-        saved_by_default = tuple(
-            read_back[s] or (in_forward[s] and (s in always_saved or p in never))
-            for s, p in enumerate(sts.producer)
-        )
+        saved_by_default = tuple(in_forward[s] and sts.last_backward_use[s] >= 0 for s in range(n_st))
         outside = (i for i in range(forward_end, n_ops) if ops.flags[i] & EAGER or ops.phase[i] == OPTIMIZER)
         stays = {s for i in outside for s in ops.reads[i]}
         stays |= _read_without_their_maker(trace, creates, is_view)
         pinned = tuple(s in stays or sts.hold[s] >= forward_end for s in range(n_st))
-        # Without constraints first: what these save must not make more possible than without them.
-        might = [False] * n_st
         rebuildable = [False] * n_st
         # The first op after forward that overwrites a storage: from there on nothing that read it can be made again.
         until = [n_ops] * n_st
@@ -87,18 +62,15 @@ class Facts:
             for s in ops.writes[i]:
                 until[s] = i
         for i in range(forward_end):
-            if not ops.flags[i] & FORBIDS_RECOMPUTE and not is_view[i]:
-                natural = all(resident[s] or might[s] or read_back[s] for s in ops.reads[i])
-                ok = natural and may_rerun[i]
-                ok = ok and all(resident[s] or rebuildable[s] or saved_by_default[s] for s in ops.reads[i])
+            if may_rerun[i] and not is_view[i]:
+                ok = all(resident[s] or rebuildable[s] or saved_by_default[s] for s in ops.reads[i])
                 read = (until[s] for s in ops.reads[i] if resident[s] or rebuildable[s])
                 end = min(read, default=n_ops)
                 for s in creates[i]:
-                    might[s] = natural
-                    rebuildable[s] = ok and s not in always_saved and sts.last_backward_use[s] <= end
+                    rebuildable[s] = ok and sts.last_backward_use[s] <= end
                     until[s] = end
         copies = (i for i in range(forward_end) if ops.target[i] == RELOAD)
-        reloaded = frozenset(s for i in copies for s in creates[i] if read_back[s])
+        reloaded = frozenset(s for i in copies for s in creates[i] if saved_by_default[s])
         candidates = tuple(
             s
             for made in creates[:forward_end]
@@ -130,11 +102,6 @@ class Facts:
     @cached_property
     def candidate_set(self) -> frozenset[int]:
         return frozenset(self.candidates)
-
-    @cached_property
-    def unconstrained(self) -> Self:
-        """Return the same trace for a reader who knows of no constraints."""
-        return type(self)(self.trace) if self.constraints else self
 
 
 def _read_without_their_maker(

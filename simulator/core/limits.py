@@ -1,4 +1,4 @@
-"""Hold what the user allows a planner: a budget as it is typed, time, a seed, and what no plan may do."""
+"""Hold what the user allows a planner: a budget as it is typed, time, a seed, and rewrites of the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from simulator.kernels import now
 from traces.errors import SpecError
@@ -62,28 +62,6 @@ def parse_budget(text: str, saved_peak_bytes: int, what: str = BUDGET) -> int:
 def check_budget(text: str) -> None:
     """Raise SpecError if the text cannot be a budget for any trace; needs no trace."""
     parse_budget(text, 1 << 60)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraints:
-    """The things that no plan may do, as selectors of ops (`module glob :: op glob`).
-
-    `never`: these ops do not run again. `always_save`: what these ops make is saved.
-    """
-
-    never: tuple[str, ...] = ()
-    always_save: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.never or self.always_save)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return them as a plan records them; those that are not given are left out."""
-        given = {"never": list(self.never), "always_keep": list(self.always_save)}
-        return {name: selectors for name, selectors in given.items() if selectors}
-
-
-NONE: Final = Constraints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One trace under constraints, and the exact replay of its plans: what is allocated at every step, how long each takes.
+"""One trace, and the exact replay of its plans: what is allocated at every step, how long each takes.
 
 Whoever asks a question (a command, a study, a notebook) makes one `Problem` and hands it down. Nothing below makes
 another from the trace, so what is worked out once (arrays, floors, the replay with everything saved) serves all.

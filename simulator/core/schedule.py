@@ -111,8 +111,6 @@ def why_not(facts: Facts, storage: int) -> str:
     if flags:
         marks = ", ".join(n for b, n in FLAG_NAMES.items() if flags & b)
         return f"its op {trace.ops.name[producer]} is marked {marks}"
-    if facts.constraints and facts.unconstrained.rebuildable[storage]:
-        return "a constraint forbids it"
     if facts.until[storage] < trace.storages.last_backward_use[storage]:
         return "a parameter that it is computed from is stepped before its last use"
     if trace.storages.nbytes[storage] == 0 and facts.saved_by_default[storage]:
@@ -264,8 +262,7 @@ class _Building:
         ops = self.trace.ops
         flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
         return PlanError(
-            f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which "
-            + ("a constraint forbids." if self.facts.constraints and not flags else f"is marked {flags}.")
+            f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which is marked {flags}."
         )
 
     def schedule(self) -> Schedule:

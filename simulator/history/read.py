@@ -78,7 +78,7 @@ def read(name: str, question: Question, trace: str | None = None) -> Source:
 
 def of_trace(name: str, plan: Path | None, question: Question) -> Source:
     """A trace with everything saved, or by its plan; the steady iteration."""
-    problem, made = problem_of(name, question.constraints), None if plan is None else Plan.load(plan)
+    problem, made = problem_of(name), None if plan is None else Plan.load(plan)
     if (
         made is not None
         and question.alloc_conf is None

@@ -98,7 +98,7 @@ def in_order(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
 
 
 def rewritten_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
-    """The problem of the step so changed, under the same constraints; made once. Its trace has no fingerprints.
+    """The problem of the step so changed; made once. Its trace has no fingerprints.
 
     Raises:
         PlanError: a rewrite means nothing in this trace.
@@ -122,7 +122,7 @@ def draft_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
     trace = problem.trace
     return problem.once(
         ("rewritten", key),
-        lambda p: Problem(edited(Editing(trace, known), rewrites).trace(draft=True), p.constraints),
+        lambda p: Problem(edited(Editing(trace, known), rewrites).trace(draft=True)),
     )
 
 

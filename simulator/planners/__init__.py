@@ -71,8 +71,7 @@ def plan_with(name: str, problem: Problem, budget_bytes: int, limits: Limits = D
     """The plan that the named planner makes.
 
     Raises:
-        SpecError: there is no such planner, the constraints mean nothing in this trace, or a planner that stands
-            elsewhere fails or returns something else.
+        SpecError: there is no such planner, or one that stands elsewhere fails or returns something else.
         BudgetError: it finds no plan within the budget.
     """
     planner = find(name)

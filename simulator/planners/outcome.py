@@ -29,24 +29,12 @@ class Infeasible(BudgetError):
 def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[Action]) -> Plan:
     """The plan for these actions, judged by the exact replay, with the actions that change nothing left out.
 
-    What constraints save for the sake of recomputations is saved explicitly, so that the plan means the same to a
-    reader who knows nothing of them.
-
     Raises:
         BudgetError: its peak is over the budget.
-        PlanError: an action is impossible, or breaks the constraints.
+        PlanError: an action is impossible.
     """
-    trace, sts, given = problem.trace, problem.trace.storages, tuple(actions)
-    # Of forward, what backward does not read and constraints save.
-    bound = range(len(sts)) if problem.constraints else ()
-    known = {a.storage for a in given}
-    saved = (
-        Action(storage=s, recipe=SAVE)
-        for s in bound
-        if problem.saved_by_default[s] and sts.last_backward_use[s] < 0
-        if not problem.pinned[s] and s not in known
-    )
-    chosen = label_actions(trace, (*given, *saved))
+    trace = problem.trace
+    chosen = label_actions(trace, actions)
     again = {s for op in problem.replay(chosen).schedule.recomputed_ops for s in trace.ops.reads[op]}
     chosen = tuple(a for a in chosen if a.recipe != SAVE or a.evict_after or a.storage in again)
     timeline = problem.replay(chosen).timeline
@@ -58,7 +46,6 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
         planner=planner,
         budget_bytes=budget_bytes,
         predicted=figures_of_plan(figures(problem.saved.timeline), figures(timeline), timeline),
-        constraints=problem.constraints.to_json(),
     )
 
 
@@ -109,8 +96,6 @@ def refuse(
     if budget_bytes >= least.peak_bytes:
         verdict = f"{planner} found no plan {within}"
         other = "" if planner == "search" else ", try --planner search"
-    if problem.constraints:
-        verdict += " under the given constraints"
     return Infeasible(
         f"{verdict}: the lowest peak that {planner} reaches is {show_bytes(lowest_peak_bytes)} "
         f"({lowest_peak_bytes} bytes), "

@@ -30,8 +30,6 @@ from simulator.core.limits import (
     DEFAULTS,
     HOST_BYTES,
     MOST_BYTES,
-    NONE,
-    Constraints,
     Levers,
     Limits,
     check_budget,
@@ -66,8 +64,6 @@ class Words(TypedDict, total=False):
     planner: str | None  # a name of `simulate planners`, or `module:function`; None: the default
     seconds: float  # 5: processor time after which all searches for one answer end with the best plan so far
     seed: int  # 0: of random choices; equal seeds make equal plans
-    never: Sequence[str]  # selectors of ops that must not run again
-    always_save: Sequence[str]  # selectors of ops whose values must be saved
     # As PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. GPUs' traces only.
     alloc_conf: str | None
     gpu: str | None  # the device as a command says it, by the words of `device_memory`
@@ -91,7 +87,6 @@ class Question:
     budget_of: str | None = None  # ALLOCATED or RESERVED; None: reserved where a GPU is named, or its memory
     planner: str | None = None  # None: everything saved where there is no budget, else the default
     limits: Limits = DEFAULTS
-    constraints: Constraints = NONE
     levers: Levers = BIT_EXACT
     alone: bool = False  # the planner by itself: no levers, and no advice about them
     alloc_conf: str | None = None
@@ -158,18 +153,11 @@ def question(
         find(planner)
     if (alloc_conf := words.get("alloc_conf")) is not None:
         parse_alloc_conf(alloc_conf)
-    never, always_save = words.get("never", ()), words.get("always_save", ())
-    constraints = Constraints(never=tuple(never), always_save=tuple(always_save))
-    if constraints:
-        from simulator.core.selectors import check_selectors
-
-        check_selectors(constraints)
     return Question(
         budget=min(budget, MOST_BYTES) if isinstance(budget, int) else budget,
         budget_of=budget_of,
         planner=planner,
         limits=Limits(seconds=seconds, seed=words.get("seed", DEFAULTS.seed)),
-        constraints=constraints,
         levers=_levers(words),
         alloc_conf=alloc_conf,
         device=_named_device(device, words),
@@ -345,7 +333,7 @@ def ask(
     """Answer a question about a trace.
 
     Args:
-        problem: the trace, under the question's constraints.
+        problem: the trace.
         name: of the trace, for the answer.
         say: told one line about each thing that is done.
         refusals: which errors of a planner are an answer.
@@ -413,27 +401,26 @@ def completed(c: Prediction) -> Prediction:
 
 # The questions that have one answer about a trace, as functions; the commands ask them too
 
-# A trace, its directory or name in the gallery, or it under its constraints.
+# A trace, its directory or name in the gallery, or what is known of it.
 Source = Trace | str | Path | Problem
 Budget = str | int  # bytes, a size, a share of the step's own peak, or "device"
 
 
-def problem_of(trace: Source, constraints: Constraints = NONE) -> Problem:
-    """One trace under constraints, which every function here takes in place of the trace, so that work is shared.
+def problem_of(trace: Source) -> Problem:
+    """One trace, which every function here takes in place of the trace, so that work is shared.
 
     Args:
-        trace: a Trace, a directory, a name in the gallery, or a Problem, which has its constraints.
+        trace: a Trace, a directory, a name in the gallery, or a Problem.
 
     Raises:
         TraceError: there is no such trace, or it is malformed.
-        SpecError: a selector means nothing in this trace.
     """
     if isinstance(trace, Problem):
         return trace
     if not isinstance(trace, Trace):
         name, trace = str(trace), load(str(trace))
         check_fingerprints(trace, name)
-    return Problem(trace, constraints)
+    return Problem(trace)
 
 
 def simulate(
@@ -488,25 +475,22 @@ def plan(
     Raises:
         Infeasible: no plan was found within the budget; its `figures` hold the lowest peak that was reached and the
             floor below which no plan can go.
-        SpecError: no such budget, planner, selector or device.
+        SpecError: no such budget, planner or device.
     """
     asked = question(budget, device, **words)
-    return ask(problem_of(trace, asked.constraints), asked, say=progress).planned.plan
+    return ask(problem_of(trace), asked, say=progress).planned.plan
 
 
-def bound(
-    trace: Source, budget: Budget, *, never: Sequence[str] = (), always_save: Sequence[str] = ()
-) -> Bound:
+def bound(trace: Source, budget: Budget) -> Bound:
     """Return what every plan within a budget of allocated memory must add to the step's time at least, certified.
 
     Returns:
         `added_time_ns`, `overhead_percent` and the `reason`; `feasible` is False where certainly no plan fits.
 
     Raises:
-        SpecError: no such budget or selector.
+        SpecError: no such budget.
     """
-    asked = question(budget=budget, never=never, always_save=always_save)
-    problem = problem_of(trace, asked.constraints)
+    asked, problem = question(budget), problem_of(trace)
     limit, _ = asked.limit(predict(problem, asked.setting(problem.trace.meta)))
     assert limit is not None
     return bounder_of(problem).bound(limit)

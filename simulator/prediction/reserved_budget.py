@@ -90,8 +90,7 @@ def _ahead(problem: Problem, plan: Plan, setting: Setting, limit_bytes: int) -> 
 
 
 def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:
-    free = problem.unconstrained
-    fit = device_fit(free, free.replay(plan.actions), replace(setting, asked=False))
+    fit = device_fit(problem, problem.replay(plan.actions), replace(setting, asked=False))
     assert fit.reserved is not None
     # On the device, where the allocator may have given memory back at first.
     settled = not fit.out_of_memory and fit.reserved.steady

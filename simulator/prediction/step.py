@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Prediction:
     """One step with everything saved and with a plan; what the allocator makes of them is worked out when asked for."""
 
-    problem: Problem  # under the constraints that the plan was made under
+    problem: Problem
     plan: Plan
     saved: Replay  # everything saved
     planned: Replay
@@ -44,7 +44,7 @@ class Prediction:
     @property
     def saved_fit(self) -> DeviceFit:
         """Return what the step needs of the device with everything saved."""
-        return self._fit(self.problem.unconstrained, (), self.saved, self.setting)
+        return self._fit(self.problem, (), self.saved, self.setting)
 
     @property
     def planned_fit(self) -> DeviceFit:
@@ -52,8 +52,8 @@ class Prediction:
 
     @property
     def step(self) -> Problem:
-        """The step as the plan's rewrites change it, which its actions are of; without constraints."""
-        return rewritten_problem(self.problem.unconstrained, self.plan.rewrites)
+        """The step as the plan's rewrites change it, which its actions are of."""
+        return rewritten_problem(self.problem, self.plan.rewrites)
 
     def _fit(
         self, problem: Problem, actions: tuple[Action, ...], replay: Replay, setting: Setting
@@ -141,14 +141,13 @@ def describe(meta: TraceMeta) -> str:
 
 
 def predict(problem: Problem, setting: Setting, plan: Plan | None = None) -> Prediction:
-    """Replay a step without and with a plan, whatever the constraints; without a plan, everything is saved. Raises
-    PlanError if the plan does not fit the trace.
+    """Replay a step without and with a plan; without a plan, everything is saved. Raises PlanError if the plan does
+    not fit the trace.
     """
     plan = plan or Plan(meta=problem.trace.meta, planner=SAVE_ALL)
-    free = problem.unconstrained
-    step = rewritten_problem(free, plan.rewrites)
+    step = rewritten_problem(problem, plan.rewrites)
     planned = step.replay(plan.actions) if plan.actions else step.saved
-    return Prediction(problem=problem, plan=plan, saved=free.saved, planned=planned, setting=setting)
+    return Prediction(problem=problem, plan=plan, saved=problem.saved, planned=planned, setting=setting)
 
 
 def untouched_fit(c: Prediction) -> DeviceFit:

@@ -45,10 +45,10 @@ def compare(
         why it has no plan.
 
     Raises:
-        SpecError: no such budget, planner, selector or device.
+        SpecError: no such budget, planner or device.
     """
     asks = replace(question(budget, device, **words).of_planner(), budget_of=ALLOCATED)
-    problem = problem_of(trace, asks.constraints)
+    problem = problem_of(trace)
     chosen = tuple(REGISTRY) if planners is None else planners
     for planner in chosen:
         find(planner)  # what it imports is not its solve time

@@ -189,7 +189,7 @@ class _Search:
                 f"the trace holds the graph of a {kind.upper()}, and {self.device.name} is a "
                 f"{self.device.kind.upper()}; leave --target and --device to --gpu."
             )
-        return completed(predict(Problem(trace, asks.constraints), asks.setting(trace.meta)))
+        return completed(predict(Problem(trace), asks.setting(trace.meta)))
 
     def without(self, batch_size: int) -> Verdict:
         """Return whether the untouched model's step fits."""
@@ -226,7 +226,7 @@ class _Search:
 
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
-        problem = self.saved(batch_size).problem.unconstrained
+        problem = self.saved(batch_size).problem
         return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.question.levers)))
 
     def beyond(self, low: int) -> int:

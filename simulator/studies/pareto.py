@@ -64,12 +64,12 @@ def pareto(
     first; the two ends are always there.
 
     Raises:
-        SpecError: no such planner, selector or device, or the planner cannot plan this trace at all.
+        SpecError: no such planner or device, or the planner cannot plan this trace at all.
     """
     if points < 2:
         raise SpecError(f"{points} points: a front has two at least.")
     asks = question(None, device, **words).of_planner()
-    problem = problem_of(trace, asks.constraints)
+    problem = problem_of(trace)
     start = time.perf_counter()
     least, most = bounder_of(problem).floor.peak_bytes, problem.saved.timeline.peak_allocated_bytes
     asks = replace(asks, budget=most, budget_of=ALLOCATED)

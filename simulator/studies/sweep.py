@@ -139,7 +139,7 @@ def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: S
 
 
 def _row(traced: Traced, question: Question, trace: Trace, batch_size: int) -> SweepRow:
-    problem, sts = Problem(trace, question.constraints), trace.storages
+    problem, sts = Problem(trace), trace.storages
     answer = ask(problem, question)
     c, fits = answer.found or answer.asked, answer.found is not None
     plan_path = traced.directory / f"plan-b{batch_size}.json"
@@ -147,7 +147,7 @@ def _row(traced: Traced, question: Question, trace: Trace, batch_size: int) -> S
         c.plan.save(plan_path)
     else:
         plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
-    saved = problem.unconstrained.saved_by_default
+    saved = problem.saved_by_default
     assert answer.budget_bytes is not None
     return SweepRow(
         model=traced.model,

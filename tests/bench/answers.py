@@ -38,7 +38,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,11 +138,6 @@ def _about_some(folder: Path, there: set[str]) -> list[Row]:
         ),
         _plan(folder, bert, "device", "--device-memory", "9GiB", *ENOUGH),
         _plan(folder, bert, "1GiB", "--device-memory", "9GiB", *ENOUGH),
-        _plan(folder, resnet, "60%", "--never", "layer1.* :: *", *ENOUGH),
-        replace(  # named as the option was when the row was first recorded
-            _plan(folder, bert, "70%", "--always-save", "*attention* :: *", *ENOUGH),
-            name=f"plan {bert} 70% --always-keep *attention* :: *",
-        ),
         _plan(folder, resnet, "50%", "--seed", "3", *ENOUGH),
     ]
     studies = {

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from simulator.bounds import bounder_of
 from simulator.cli.main import main
-from simulator.core.limits import Constraints, Levers
+from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
 from simulator.levers.edit import Editing, parts
@@ -24,16 +24,16 @@ from traces.errors import SpecError
 from traces.records.gradient_errors import GradientErrors, Part
 from traces.records.plan import Plan, Rewrite
 from traces.records.store import save
-from traces.records.trace import Trace
+from traces.records.trace import EFFECT, Trace
 
 N = 1 << 16
 KINDS = ("int8", "fp8_e4m3")
 
 
 def step() -> Trace:
-    """Eight saved values of 4 N bytes, each of which one op of backward reads."""
-    ops = [fwd({"x0": 4 * N}, "w", time_ns=1000)]
-    ops += [fwd({f"x{k}": 4 * N}, f"x{k - 1}", time_ns=1000) for k in range(1, 8)]
+    """Eight saved values of 4 N bytes, which no op may make again, and each of which one op of backward reads."""
+    ops = [fwd({"x0": 4 * N}, "w", time_ns=1000, flags=EFFECT)]
+    ops += [fwd({f"x{k}": 4 * N}, f"x{k - 1}", time_ns=1000, flags=EFFECT) for k in range(1, 8)]
     ops += [bwd({"g7": 4 * N}, "x7", time_ns=1000)]
     ops += [bwd({f"g{k}": 4 * N}, f"g{k + 1}", f"x{k}", time_ns=1000) for k in reversed(range(7))]
     made = trace(ops, {"w": 4 * N})
@@ -55,7 +55,7 @@ def errors(made: Trace, *kinds: str, each: float = 0.004) -> GradientErrors:
 
 
 def planned(made: Trace, most: float | None, **more: object) -> Plan:
-    given = {"errors": errors(made, *KINDS), "never": ["*"], **more}
+    given = {"errors": errors(made, *KINDS), **more}
     return api.plan(made, "75%", allow="approximate", max_gradient_error=most, **given)
 
 
@@ -73,7 +73,7 @@ def test_a_plan_stays_within_the_error_that_is_allowed() -> None:
 
 def test_what_was_not_measured_is_not_taken() -> None:
     made = step()
-    problem = Problem(made, Constraints(never=("*",)))
+    problem = Problem(made)
     known = errors(made, "int8")
     first = replace(known, parts=known.parts[:1])
     least = [
@@ -119,8 +119,6 @@ def test_the_command_takes_a_file_of_errors(tmp_path: Path) -> None:
         "75%",
         "--allow",
         "approximate",
-        "--never",
-        "*",
         "--errors",
         str(file),
     ]

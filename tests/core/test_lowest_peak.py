@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from simulator.bounds import bounder_of
-from simulator.core.limits import NONE, Constraints, Levers, Limits
+from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with, search
 from simulator.planners.outcome import Infeasible
@@ -26,12 +26,10 @@ def answered(of: Trace | Problem, budget: int, **words: Any) -> Prediction:
     return ask(problem, Question(**{"budget": budget, "levers": ALONE, **words})).planned
 
 
-def refused(
-    of: Trace, budget_bytes: int, limits: Limits = LONG, constraints: Constraints = NONE
-) -> tuple[int, str]:
+def refused(of: Trace, budget_bytes: int, limits: Limits = LONG) -> tuple[int, str]:
     """The lowest peak that the answer tells, and its words."""
     with pytest.raises(Infeasible) as told:
-        answered(Problem(of, constraints), budget_bytes, limits=limits)
+        answered(of, budget_bytes, limits=limits)
     return told.value.figures["lowest_peak_bytes"], str(told.value)
 
 
@@ -69,11 +67,3 @@ def test_only_below_the_floor_and_by_the_planner_that_can(monkeypatch: pytest.Mo
         answered(of, floor_bytes // 2, planner="mu-two")
     with pytest.raises(TypeError):
         answered(of, floor_bytes // 2)
-
-
-def test_constraints_hold_for_it_too() -> None:
-    """Nothing may run again: then there is one plan, and its peak is the lowest."""
-    of = load("resnet152-cpu/trace-b8")
-    now, words = refused(of, 1, LONG, Constraints(never=("** ::",)))
-    assert now == Problem(of).saved.timeline.peak_allocated_bytes
-    assert "under the given constraints" in words

@@ -115,7 +115,6 @@ def test_what_is_no_plan(tmp_path: Path, data: object, message: str) -> None:
         {"actions": ()},
         {"budget_bytes": 7},
         {"exactness": "fp"},
-        {"constraints": {"never": ["x ::"]}},
     ],
     ids=lambda edit: next(iter(edit)),
 )

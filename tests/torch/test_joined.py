@@ -154,7 +154,7 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
     spec = load_spec(DEEP, {"join_loss": True})
     of = record_real(spec, device_entry("cpu"), "cpu", rounds=1, warmup=1)
     known = GradientErrors.load(gradient_errors(spec, of, ("int8",)).save(tmp_path / "errors.json"))
-    asked: Any = {"allow": "approximate", "errors": known, "max_gradient_error": 0.1, "never": ["*"]}
+    asked: Any = {"allow": "approximate", "errors": known, "max_gradient_error": 0.1, "planner": "save-all"}
     made = plan(of, "30%", **asked)
     assert {r.kind for r in made.rewrites} == {"tile", "int8"}
     found = verify(spec, made, steps=2)

@@ -116,7 +116,13 @@ def test_a_plan_keeps_to_the_errors_that_were_measured_of_its_parts(trace: Trace
     whole = verify(spec, Plan(meta=trace.meta, rewrites=rewrites, exactness="approximate"), steps=1)
     assert known.of(rewrites) / 1.5 < whole.gradient_error < known.of(rewrites) * 1.5
     plan = api.plan(
-        trace, "95%", allow="approximate", errors=known, max_gradient_error=0.05, levers=["int8"], never=["*"]
+        trace,
+        "95%",
+        allow="approximate",
+        errors=known,
+        max_gradient_error=0.05,
+        levers=["int8"],
+        planner="save-all",
     )
     assert {r.kind for r in plan.rewrites} == {"int8"}
     found = verify(spec, plan, steps=2)

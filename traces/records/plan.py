@@ -93,7 +93,6 @@ class Plan(JsonRecord):
     ahead_bytes: int = 0
     exactness: str = EXACT  # one of EXACTNESS
     predicted: Mapping[str, Any] = field(default_factory=dict)
-    constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
     seal: str = ""  # a digest of the actions and the figures that they gave; "": none was made
 
     def __post_init__(self) -> None:
@@ -149,7 +148,6 @@ class Plan(JsonRecord):
             **({"ahead_bytes": self.ahead_bytes} if self.ahead_bytes else {}),
             "exactness": self.exactness,
             "predicted": dict(self.predicted),
-            "constraints": dict(self.constraints),
             "seal": self.seal,
             "actions": [a.to_json() for a in self.actions],
             **({"rewrites": [r.to_json() for r in self.rewrites]} if self.rewrites else {}),
@@ -160,8 +158,8 @@ class Plan(JsonRecord):
         return replace(self, seal=self._digest())
 
     def check_seal(self, path: object) -> None:
-        """Raise PlanError if the plan is not what it was when it was made: its actions, budget, figures, what it
-        says of gradients, or its constraints."""
+        """Raise PlanError if the plan is not what it was when it was made: its actions, budget, figures, or what it
+        says of gradients."""
         if self.seal and self.seal != self._digest():
             raise PlanError(
                 f"{path}: the plan's actions do not give its figures: one of them was changed after the plan was made. "
@@ -174,7 +172,7 @@ class Plan(JsonRecord):
         parts: list[Any] = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, actions]
         # What most plans do not have is left out, so that their digests are as they always were.
         exactness = [self.exactness, None] if self.exactness != EXACT else []
-        parts += [x for x in (rewrites, self.ahead_bytes, exactness, dict(self.constraints)) if x]
+        parts += [x for x in (rewrites, self.ahead_bytes, exactness) if x]
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod
