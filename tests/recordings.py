@@ -2,7 +2,7 @@
 
 `.events` (action, address, size_bytes, stream), and the state before the first event as `.start_segments` (address,
 size_bytes, small_pool, stream) and `.start_blocks` (address, size_bytes: blocks in use). Of torch 2.11 and older. All
-begin midway, with a state that is known; `simulate replay` refuses such recordings, as snapshots do not tell it.
+begin midway, with a state that is known; `read_recording` refuses such recordings, as snapshots do not tell it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 )
 @click.option("--alloc-conf", default="", help="PYTORCH_ALLOC_CONF, such as expandable_segments:True.")
 @click.option(
-    "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate replay`."
+    "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate why`."
 )
 @click.option(
     "--ranks", type=NUMBERS, default=(), help="Ranks of a distributed job; several numbers give a table."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simulator.cli.options import BUDGET_OF, DEVICE, LEVERS, SEARCH, Words, asking, output_options
+from simulator.cli.options import BUDGET_OF, DEVICE, LEVERS, SEARCH, Words, answer_options, asking
 from traces.commands import Output
 from traces.errors import TraceError
 
@@ -26,7 +26,7 @@ TRACE = click.option("--trace", metavar="TRACE", help="The trace that a plan is 
     *DEVICE, BUDGET_OF, *LEVERS, *SEARCH,
 )  # fmt: skip
 @TRACE
-@output_options
+@answer_options
 def why_command(what: str, words: Words, trace: str | None, out: Output) -> None:
     """Say why memory ran out: what held it, what of it is fragmentation, and what would make it fit.
 
@@ -36,6 +36,7 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
     \b
     simulate why snapshot.pickle
     simulate why rehearsal.json               of `execute rehearse ... --json`
+    simulate why snapshot.pickle --alloc-conf expandable_segments:True --device-memory 16GiB
     simulate why bert-base --gpu a100-40
     python train.py 2>&1 | simulate why -
 
@@ -52,10 +53,6 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
     source = read(what, asked, trace)
     out.say(f"explaining {what}")
     found = why(source, asked)
-    if out.report is not None:
-        from simulator.report.history import write_why
-
-        write_why(out.report, found)
     tables = (line for t in found.tables(MOST_ROWS) for line in ["", *t.lines()])
     lines = [*found.sentences(), *found.history.notes, *tables]
     out.show(found.to_json, lambda: "\n".join(lines))
@@ -84,15 +81,15 @@ def _message(what: str) -> Message | None:
 @click.argument("after", metavar="B")
 @asking(*DEVICE)
 @TRACE
-@output_options
+@answer_options
 def diff_command(before: str, after: str, words: Words, trace: str | None, out: Output) -> None:
     """Say how the memory of two runs differs, by category, module and line.
 
-    A and B are traces, plans, snapshots, rehearsals or measurements. A plan beside a trace is taken to be of that one.
+    A and B are traces, plans, snapshots or rehearsals. A plan beside a trace is taken to be of that one.
 
     \b
     simulate diff bert-base plan.json
-    simulate diff before.pickle after.pickle --report diff.html
+    simulate diff before.pickle after.pickle
 
     Exit code: 0 done, 2 the input is wrong.
     """
@@ -107,11 +104,8 @@ def diff_command(before: str, after: str, words: Words, trace: str | None, out: 
         for name in (before, after)
     ]
     found = Diff(before=runs[0].history, after=runs[1].history)
-    if out.report is not None:
-        from simulator.report.history import write_diff
-
-        write_diff(out.report, found)
+    notes = dict.fromkeys((*found.before.notes, *found.after.notes))
     out.show(
         found.to_json,
-        lambda: "\n\n".join(["\n".join(t.lines()) for t in found.tables(MOST_ROWS)] + found.notes()),
+        lambda: "\n\n".join([*("\n".join(t.lines()) for t in found.tables(MOST_ROWS)), *notes]),
     )

@@ -10,11 +10,9 @@ import click
 
 from simulator.cli.history import diff_command, why_command
 from simulator.cli.plan import plan_command
-from simulator.cli.replay import replay_command
 from simulator.cli.studies import (
     capacity_command,
     compare_command,
-    levers_command,
     max_batch_command,
     pareto_command,
     sweep_command,
@@ -59,13 +57,11 @@ def main() -> None:
     simulate sweep resnet152 --batch-sizes 8,16,32 --budget 60%
     simulate compare resnet152-b32 --budget 60%               all planners side by side
     simulate pareto resnet152-b32                             what each GiB costs
-    simulate levers resnet152-b32                             what could be done besides recomputing
     simulate max-batch bert-base --gpu a100-40                the largest batch that fits
     simulate capacity bert-base --gpus h100,a100-80           what fits which GPU
     simulate planners                                         list the planners
     simulate why snapshot.pickle                              what held the memory, what would make it fit
     simulate diff before.pickle after.pickle                  what grew
-    simulate replay snapshot.pickle                           a GPU's recorded allocations
 
     Exit code: 0 done, 1 the budget cannot be met, 2 the input is wrong.
     """
@@ -88,7 +84,7 @@ def planners_command(as_json: bool) -> None:
 
 main.add_command(plan_command, DEFAULT_COMMAND)
 for command in (
-    sweep_command, planners_command, compare_command, pareto_command, levers_command, max_batch_command,
-    capacity_command, why_command, diff_command, replay_command,
+    sweep_command, planners_command, compare_command, pareto_command, max_batch_command,
+    capacity_command, why_command, diff_command,
 ):  # fmt: skip
     main.add_command(command)

@@ -43,7 +43,7 @@ LEVERS: Final = (
                  "(approximate)."),
     click.option("--levers", metavar="NAMES",
                  help="Changes of the step that a plan may make, such as tile,offload (default: all that --allow "
-                 "allows, except offload and invert). `simulate levers TRACE` shows them."),
+                 "allows, except offload and invert)."),
     click.option("--host-memory", metavar="SIZE",
                  help="Pinned host memory that --levers offload may take (default: 32GiB)."),
     click.option("--host-bandwidth", metavar="SIZE",

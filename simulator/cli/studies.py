@@ -1,4 +1,4 @@
-"""The studies: `simulate compare`, `pareto` and `levers` of one trace, `sweep`, `max-batch` and `capacity` of one model
+"""The studies: `simulate compare` and `pareto` of one trace, `sweep`, `max-batch` and `capacity` of one model
 at several batch sizes.
 """
 
@@ -73,21 +73,6 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
 
     found = pareto(trace_name, points, name=trace_name, progress=out.say, **words)
     show(out, found)
-
-
-@click.command("levers")
-@click.argument("trace_name", metavar="TRACE")
-@output_options
-def levers_command(trace_name: str, out: Output) -> None:
-    """Show what each lever could do to the peak, alone and all together.
-
-    Levers change the step before anything is recomputed. `simulate TRACE --allow` lets a plan take them.
-    """
-    from simulator.prediction.ask import problem_of
-    from simulator.studies.levers import study
-
-    out.say("comparing levers")
-    show(out, study(problem_of(trace_name), trace_name))
 
 
 @click.command("sweep", context_settings={"ignore_unknown_options": True})
@@ -170,7 +155,6 @@ def max_batch_command(
 @click.option(
     "--batch-sizes", default="8,16,32,64,128,256", show_default=True, help="Batch sizes to answer for."
 )
-@click.option("--ranks", help="Not for a model by its name: see `execute rehearse SCRIPT --ranks`.")
 @BUDGET_OVERHEAD
 @asking(*DEVICE[2:], PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
@@ -181,7 +165,6 @@ def capacity_command(
     trace_words: tuple[str, ...],
     gpus: str,
     batch_sizes: str,
-    ranks: str | None,
     budget_overhead: str,
     words: Words,
     directory: Path | None,
@@ -192,26 +175,17 @@ def capacity_command(
     \b
     simulate capacity bert-base --gpus h100,a100-80,rtx-4090 --batch-sizes 16,64,256 --report capacity.html
 
-    Any other option goes to `trace`. Batch sizes are answered for along the line through two traces of each GPU, the
-    largest ones confirmed as `simulate max-batch` does. Exit code 1: none fits anywhere.
+    Any other option goes to `trace`. All is answered by the line through two traces of each GPU; `simulate max-batch`
+    confirms the largest batch. Exit code 1: none fits anywhere.
     """
     from simulator.studies.capacity import capacity
 
-    if ranks is not None:
-        raise SpecError(
-            f"--ranks {ranks}: a model by its name trains in one process. Rehearse the script that shards it, all its "
-            f"ranks in one answer: execute rehearse train.py --gpu {gpus.split(',')[0]} --ranks {ranks}."
-        )
     words_for_trace(model, trace_words, "--target")
     words |= {"budget_overhead_percent": _percent(budget_overhead), "trace_options": trace_words}
     sizes = sorted(map(int, _sizes(batch_sizes)))
     found = capacity(model, listed("--gpus", gpus), sizes, directory=directory, progress=out.say, **words)
-    if out.report is not None:
-        from simulator.report.capacity import write_capacity
-
-        write_capacity(out.report, found)
-    out.show(lambda: found.data, lambda: "\n".join(found.lines()))
-    if not any(of.with_plan for of in found.found.values()):
+    show(out, found)
+    if not any(of.with_plan for of in found.rows):
         raise Refused(f"{model} fits none of {gpus}, with or without a plan.", 1)
 
 

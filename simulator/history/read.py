@@ -1,27 +1,26 @@
-"""Tell what a file is, and read it as a `History`: a trace, a plan of one, a rehearsal, a snapshot, a measurement."""
+"""Tell what a file is, and read it as a `History`: a trace, a plan of one, a rehearsal, a snapshot."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from simulator.allocator.replay import load_plain
-from simulator.history.export import snapshot_of
+from simulator.core.problem import holdings
 from simulator.history.run import History, parts_of
 from simulator.history.snapshot import OTHER, history_of
+from simulator.planners.outcome import where
 from simulator.prediction.ask import Question, problem_of
 from simulator.prediction.step import Prediction, predict
 from traces.errors import SpecError, TraceError
-from traces.records.measurement import Measurement
 from traces.records.plan import Plan
-from traces.records.trace import ACTIVATION, GRADIENT, PARAMETER
+from traces.records.trace import ACTIVATION, GRADIENT, PARAMETER, WORKSPACE
 
-KNOWN: Final = (
-    "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`, `execute PLAN -o`"
-)
+KNOWN: Final = "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`"
 # A rehearsal's words for what a trace calls otherwise.
 NAMES: Final = {"parameters": PARAMETER, "gradients": GRADIENT, "activations": ACTIVATION, "the rest": OTHER}
 
@@ -62,13 +61,10 @@ def read(name: str, question: Question, trace: str | None = None) -> Source:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise SpecError(f"{name}: this is none of what is read here: {KNOWN}.") from None
-    record = data.get("record") if isinstance(data, dict) else None
-    if record == "plan":
+    if isinstance(data, dict) and data.get("record") == "plan":
         if trace is None:
             raise SpecError(f"{name}: a plan is of a trace; name that with --trace.")
         return of_trace(trace, path, question)
-    if record == "measurement":
-        return Source(history=_measured(name, Measurement.load(path)))
     try:
         ranks = data.get("rehearsals", [data])
         return Source(history=_rehearsed(name, max(ranks, key=lambda rank: rank["gpu_bytes"])))
@@ -91,33 +87,35 @@ def of_trace(name: str, plan: Path | None, question: Question) -> Source:
 
 def of_prediction(c: Prediction, name: str) -> History:
     """The steady iteration of the planned step. Memory outside of torch, and the device, are those of the question."""
-    data, since = snapshot_of(c)
-    h, device = history_of(data, name, since), c.setting.device
-    h = replace(
-        h,
-        kind="plan" if c.plan.changes else "trace",
-        where=h.where.partition(", in ")[2],
-        outside_bytes=None if device is None else device.context_bytes + device.reserve_bytes,
-        device_bytes=None if device is None else device.memory_bytes,
-    )
-    if c.setting.settings is None:  # a CPU
-        return replace(h, reserved=(), reserved_bytes=None, free=None)
-    return h
-
-
-def _measured(name: str, m: Measurement) -> History:
-    peaks = m.measured.peaks_bytes or (m.measured.peak_allocated_bytes or 0,)
+    trace, run, device, reserved = c.step.trace, c.planned, c.setting.device, c.planned_fit.reserved
+    ops, sts, at, peak = trace.ops, trace.storages, run.timeline.peak_step, run.timeline.peak_allocated_bytes
+    op = run.schedule.op[at] if at >= 0 else -1
+    told = []
+    for s in holdings(trace, run.schedule, at) if at >= 0 else range(len(sts)):
+        made = sts.producer[s]
+        of = (
+            (ops.module[made], ops.name[made]) if made >= 0 else (sts.name[s].rpartition(".")[0], sts.name[s])
+        )
+        told.append((sts.category[s], *of, sts.nbytes[s]))
+    if rest := peak - sum(row[-1] for row in told):
+        told.append((WORKSPACE, ops.module[op], ops.name[op], rest))
     return History(
         name=name,
-        kind="measurement",
-        clock=tuple(100 * (k + 1) / len(peaks) for k in range(len(peaks))),
-        held_bytes=peaks,
-        peak_bytes=m.measured.peak_allocated_bytes or max(peaks),
-        parts={},
-        reserved=m.measured.reserved_bytes,
-        reserved_bytes=m.measured.peak_reserved_bytes,
-        notes=(f"{name} is a measurement, which knows the peak of each iteration and not what held it.",),
+        kind="plan" if c.plan.changes else "trace",
+        peak_bytes=peak,
+        where=where(trace, op) if at >= 0 else "",
+        parts=parts_of((category, module, _of_layers(line, module), n) for category, module, line, n in told),
+        reserved_bytes=reserved and reserved.peak_reserved_bytes,
+        most_reserved_bytes=reserved and reserved.highest_reserved_bytes,
+        outside_bytes=device and device.context_bytes + device.reserve_bytes,
+        device_bytes=device and device.memory_bytes,
     )
+
+
+def _of_layers(op: str, module: str) -> str:
+    """What the same op of all repeated layers is called."""
+    layers = re.sub(r"\b\d+\b", "*", module)
+    return re.sub(r"_\d+$", "", op) + f" of {layers}" * bool(module)
 
 
 def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
@@ -133,13 +131,11 @@ def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
     return History(
         name=name,
         kind="rehearsal",
-        clock=tuple(100 * (k + 1) / len(peaks) for k in range(len(peaks))),
-        held_bytes=tuple(peaks.values()),
         peak_bytes=peaks[highest],
         where=highest,
         parts={**parts_of(told), "category": dict(by_size)},
-        reserved=tuple(p["reserved_bytes"] for p in phases.values()),
         reserved_bytes=phases[highest]["reserved_bytes"],
+        most_reserved_bytes=max(p["reserved_bytes"] for p in phases.values()),
         outside_bytes=r["outside_bytes"],
         device_bytes=r["memory_bytes"],
         notes=tuple(f"torch said: {text}" for text in [r["out_of_memory"]] if text),

@@ -1,4 +1,4 @@
-"""`History`: the memory of one run over time, and what held it at the peak, whatever the run was."""
+"""`History`: what held the memory of one run at its peak, whatever the run was."""
 
 from __future__ import annotations
 
@@ -42,22 +42,25 @@ class History:
 
     name: str
     kind: str  # trace, plan, rehearsal, snapshot, measurement
-    clock: tuple[float, ...]  # of each point: how much of the run's events is over, in percent
-    held_bytes: tuple[int, ...]  # the most that is requested at each point
-    peak_bytes: int
+    peak_bytes: int  # requested
     where: str = ""  # the peak, in words
     parts: Parts  # bytes at the peak by each of PARTS, the largest first; "": nobody knows
-    reserved: tuple[int, ...] = ()  # bytes, by point
     reserved_bytes: int | None = None  # at the peak
+    most_reserved_bytes: int | None = None
     free: Free | None = None
     refused: Refused | None = None
     outside_bytes: int | None = None  # of the device's memory, what lies outside of torch; assumed
     device_bytes: int | None = None  # all memory of the device
     notes: tuple[str, ...] = ()
 
+    @property
+    def peaks(self) -> dict[str, int]:
+        reserved = {} if self.reserved_bytes is None else {"reserved there": self.reserved_bytes}
+        return {"peak requested": self.peak_bytes, **reserved}
+
     def to_json(self) -> dict[str, Any]:
-        """Return it without its points."""
-        return {k: v for k, v in to_json(self).items() if k not in ("clock", "held_bytes", "reserved")}
+        plain: dict[str, Any] = to_json(self)
+        return plain
 
 
 def parts_of(rows: Iterable[tuple[str, str, str, int]]) -> Parts:

@@ -5,8 +5,6 @@ A snapshot says which blocks are there in the end; undoing its events one by one
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,8 +21,6 @@ from traces.records.trace import ACTIVATION, OPTIMIZER_STATE, PARAMETER
 from traces.units import show_bytes
 
 BACKWARD, OTHER, EARLIER = "made in backward", "other", "from before the recording"
-# What `simulator.history.export` writes: the file of its frames, and the module of an op that has none.
-OURS, NO_MODULE = "lowtide", "outside of the model"
 
 
 class Frame(Struct, frozen=True):
@@ -41,15 +37,9 @@ Blocks = dict[
 Area = tuple[int, int, bool]  # where a segment, or mapped pages, begin and end; whether they grow by pages
 
 
-def history_of(data: Any, source: str, since: int = 0) -> History:
-    """The history of the first device that recorded anything.
-
-    Args:
-        data: what `torch.cuda.memory._dump_snapshot` writes.
-        since: the event from which on the peak is looked for.
-
-    Raises:
-        TraceError: no snapshot, or one without events.
+def history_of(data: Any, source: str) -> History:
+    """The history of the first device that recorded anything; `data` is what `torch.cuda.memory._dump_snapshot` writes.
+    Raises TraceError: no snapshot, or one without events.
     """
     with reading(source):
         snapshot = convert(data, Snapshot)
@@ -58,7 +48,7 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
             raise TraceError(f"{source}: no events were recorded; {replay.RECORD}.")
         before, requested, reserved = _totals(snapshot, device, events, source)
         refusals = [k for k, e in enumerate(events) if e.action == replay.OUT_OF_MEMORY]
-        at = refusals[-1] if refusals else max(range(since, len(events)), key=requested.__getitem__)
+        at = refusals[-1] if refusals else max(range(len(events)), key=requested.__getitem__)
         blocks, areas = _there(snapshot, device, events, at)
         place, held = line_of(stack(events[at].frames))[1], parts_of([_held(*b) for b in blocks.values()])
     notes = []
@@ -71,19 +61,15 @@ def history_of(data: Any, source: str, since: int = 0) -> History:
         )
     if (others := sum(map(bool, snapshot.device_traces)) - 1) > 0:
         notes.append(f"{others} other GPUs recorded events too; this is GPU {device}.")
-    begin, end = _iteration(snapshot, events, at)
-    begin = max(begin, min(since, at))
-    e, count = events[at], end - begin
+    e = events[at]
     return History(
         name=source,
         kind="snapshot",
-        clock=tuple(100 * k / max(1, count - 1) for k in range(count)),
-        held_bytes=tuple(requested[begin:end]),
         peak_bytes=requested[at],
         where=f"event {at + 1:,} of {len(events):,}" + f", in {place}" * bool(place),
         parts=held,
-        reserved=tuple(reserved[begin:end]),
         reserved_bytes=reserved[at],
+        most_reserved_bytes=max(reserved),
         free=_free(blocks, areas),
         refused=Refused(asked_bytes=e.size_bytes, free_bytes=e.free_bytes) if refusals else None,
         notes=tuple(notes),
@@ -115,16 +101,6 @@ def from_what_was_there(data: Any, source: str) -> Recording | None:
         settings=replay.settings_of(snapshot.allocator_settings, pools_named)[0], peak_reserved_bytes=peak,
         final_reserved_bytes=final, final_allocated_bytes=sum(s.total_size for s in segments),
     )  # fmt: skip
-
-
-def _iteration(snapshot: Snapshot, events: Sequence[Event], at: int) -> tuple[int, int]:
-    """The iteration around event `at`, from one optimizer step's end to the next; all events, if none is known."""
-    stages = snapshot.external_annotations
-    ends = [a.time_us for a in stages if a.stage == "END" and str(a.name).startswith("Optimizer.step")]
-    turns = [bisect_right(events, t, key=lambda e: e.time_us) for t in ends]
-    return max((k for k in turns if k <= at), default=0), min(
-        (k for k in turns if k > at), default=len(events)
-    )
 
 
 def _totals(
@@ -229,11 +205,6 @@ def _held(size: int, frames: Any) -> tuple[str, str, str, int]:
     if frames is None:
         return EARLIER, "", "", size
     told = stack(frames)
-    own = [f.name for f in told if f.filename == OURS]
-    if len(own) > 2:
-        op, module, category, *_ = own
-        layers = re.sub(r"\b\d+\b", "*", module)  # the same op of all repeated layers is one line
-        return category, module, re.sub(r"_\d+$", "", op) + f" of {layers}" * (module != NO_MODULE), size
     return (_category(told), *line_of(told), size)
 
 
@@ -256,8 +227,6 @@ def _category(frames: Iterable[Frame]) -> str:
 def line_of(frames: Iterable[Frame]) -> tuple[str, str]:
     """The file and the line that are innermost and not torch's: "train.py", "train.py:12 forward"; or nothing."""
     for f in frames:
-        if f.filename == OURS:
-            return "", f.name
         if f.filename.endswith(".py") and "/torch/" not in f.filename:
             name = Path(f.filename).name
             return name, f"{name}:{f.line} {f.name}"

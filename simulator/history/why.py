@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from simulator.allocator.device import GROWING
 from simulator.allocator.replay import Recording, recording_from_snapshot, replay
+from simulator.allocator.settings import parse_alloc_conf
 from simulator.history.read import Source
 from simulator.history.run import UNNAMED, History, listed
 from simulator.history.snapshot import from_what_was_there
@@ -116,7 +118,7 @@ def why(source: Source, question: Question) -> Why:
     if c is not None and over is None:
         remedies.append(Remedy(name="ask", words="name --gpu or --budget to be told what makes it fit"))
     elif over is None or over > 0:
-        remedies += [] if source.snapshot is None else _by_settings(source, over or 0)
+        remedies += [] if source.snapshot is None else _by_settings(source, question, over or 0)
         remedies += _by_plan(c, question) if c is not None and not c.plan.changes else []
         remedies += _by_batch(h, over) if over is not None else []
         for line, n in [(k, n) for k, n in h.parts.get("line", {}).items() if k][:1]:
@@ -130,8 +132,9 @@ def _over(source: Source, question: Question) -> int | None:
     if h.refused is not None:
         return h.refused.asked_bytes - h.refused.free_bytes
     if c is None:
-        known = h.device_bytes is not None and h.reserved_bytes is not None
-        return max(h.reserved) + (h.outside_bytes or 0) - (h.device_bytes or 0) if known else None
+        if h.device_bytes is None or h.most_reserved_bytes is None:
+            return None
+        return h.most_reserved_bytes + (h.outside_bytes or 0) - h.device_bytes
     limit, of = question.limit(c)
     if limit is None and c.setting.device is not None:
         limit, of = c.setting.device.usable_bytes, RESERVED
@@ -139,23 +142,23 @@ def _over(source: Source, question: Question) -> int | None:
     return None if limit is None else needs - limit
 
 
-def _by_settings(source: Source, over: int) -> list[Remedy]:
-    """What the same requests come to with expandable segments. Ignores: what the program would have done otherwise."""
-    name, about = source.history.name, ""
+def _by_settings(source: Source, question: Question, over: int) -> list[Remedy]:
+    """What the same requests come to under the settings that are asked about, or with expandable segments. Ignores:
+    what the program would have done otherwise."""
+    name, about, conf = source.history.name, "", question.alloc_conf or GROWING
     try:
         recording: Recording | None = recording_from_snapshot(source.snapshot, name)
     except TraceError:
         recording, about = from_what_was_there(source.snapshot, name), "about "
     if recording is None:
-        words = "expandable_segments:True, of which nobody knows what it would do here (private pools, or events that "
+        words = f"{conf}, of which nobody knows what it would do here (private pools, or events that "
         return [Remedy(name="settings", words=f"{words}were lost)")]
-    if recording.settings.expandable_segments:
+    # Which of equal blocks is taken goes by the version of torch, not by the text.
+    other = replace(parse_alloc_conf(conf), ties=recording.settings.ties)
+    if other == recording.settings:
         return []
-    now = replay(recording, recording.settings).figures.peak_reserved_bytes
-    grown = replay(
-        recording, replace(recording.settings, expandable_segments=True)
-    ).figures.peak_reserved_bytes
-    words = f"PYTORCH_ALLOC_CONF=expandable_segments:True, which reserves {about}{show_bytes(grown)} for the same "
+    now, grown = (replay(recording, s).figures.peak_reserved_bytes for s in (recording.settings, other))
+    words = f"PYTORCH_ALLOC_CONF={conf}, which reserves {about}{show_bytes(grown)} for the same "
     words += f"requests in place of {show_bytes(now)}" + ", not enough by itself" * (now - grown < over)
     return [Remedy(name="settings", words=words, saves_bytes=now - grown)]
 

@@ -72,7 +72,7 @@ class Words(TypedDict, total=False):
     # How a plan may change the step beside recomputing. "bit": gradients equal in every bit; "fp": but for rounding (a
     # loss head in tiles, whose logits then do not exist); "approximate": within a measured error.
     allow: str
-    levers: Sequence[str] | str | None  # of `simulate levers`; None: all that are allowed and need no name
+    levers: Sequence[str] | str | None  # None: all that are allowed and need no name
     host_memory: str | None  # the pinned host memory that "offload" may take; None: 32 GiB
     host_bandwidth: str | None  # what it copies either way in a second; None: what the device table has
     max_gradient_error: float | None  # of an approximate plan, relative L2, by the `errors` of its parts

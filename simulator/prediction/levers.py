@@ -207,14 +207,6 @@ def plan_with_levers(
     return best
 
 
-def lowest_floor(problem: Problem, levers: Levers) -> int:
-    """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
-    check_named(levers)
-    found = ladders(problem, levers)
-    best = climb(found, lambda rs: -floor_of(problem, rs) if allowed(rs, levers) else -MOST)
-    return floor_of(problem, best)
-
-
 TRIED: Final = "; of the steps as the rewrites that were tried change them"  # after the reason of a bound
 
 

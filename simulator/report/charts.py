@@ -222,29 +222,6 @@ def front(curves: Mapping[str, Points]) -> dict[str, Any]:
 # Memory over the step
 
 
-def over_each_other(runs: Mapping[str, Sequence[tuple[float, int, int]]]) -> dict[str, Any]:
-    """What runs held over their length: of each point how much is over in percent, bytes in use and reserved."""
-    alt = needed("altair")
-    unit, unit_name = bytes_unit(max([1, *(n for points in runs.values() for p in points for n in p[1:])]))
-    colours = dict(zip(runs, (BLUE, RED), strict=False))
-    rows = []
-    for name, points in runs.items():
-        clock, *columns = zip(*points, strict=True)
-        for kind, column in zip(("in use", "reserved"), columns, strict=True):
-            for k in thin(column, range(len(points))) if any(column) else ():
-                note = f"{name}, {kind}: {show_bytes(int(column[k]))}"
-                rows.append((clock[k], column[k] / unit, name, kind, note))
-    kinds = {kind: 0 for *_, kind, _ in rows}
-    dash = (
-        alt.StrokeDash("kind:N").scale(domain=list(kinds), range=[[1, 0], [2, 3]][: len(kinds)]).title(None)
-    )
-    x = alt.X("x:Q").title("share of the run's events, %").scale(domain=[0, 100], nice=False)
-    y = alt.Y("y:Q").title(unit_name).scale(zero=True)
-    look = {"interpolate": "step-after", "strokeWidth": 1.5}
-    base = drawn("x:Q y:Q run:N kind:N note:N", rows).mark_line(**look)
-    return finish(base.encode(x, y, colour("run", colours), dash, tooltip=["note:N"]), height=320)
-
-
 def thin(totals: Sequence[int], clock: Sequence[int]) -> tuple[int, ...]:
     """At most MOST_POINTS indices that keep a line's shape, and its highest and lowest entry exactly: half of them
     each are the highest and the lowest of equal stretches of `clock` (ascending)."""

@@ -18,7 +18,7 @@ from traces.units import show_bytes, show_time
 
 KEYS: Final = (
     *("planner", "feasible", "solve_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
-    *("overhead_percent", "gap_points", "recomputed_ops", "fits", "lowest_peak_bytes", "message", "peer"),
+    *("overhead_percent", "gap_points", "recomputed_ops", "fits", "lowest_peak_bytes", "message"),
 )  # fmt: skip
 
 

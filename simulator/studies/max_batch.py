@@ -12,23 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Unpack
+from typing import Any, Final, Unpack
 
 from simulator.allocator.device import CPU, DeviceMemory, kind_of
 from simulator.core.problem import Problem
-from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import (
-    DEVICE,
-    Device,
-    Question,
-    Say,
-    Words,
-    ask,
-    completed,
-    question,
-    silent,
-)
-from simulator.prediction.levers import lower_bound, lowest_floor
+from simulator.prediction.ask import DEVICE, Device, Question, Say, Words, ask, completed, question, silent
+from simulator.prediction.levers import lower_bound
 from simulator.prediction.step import UNTOUCHED, Prediction, predict, provenance, texts, untouched_fit
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Study, columns
@@ -39,29 +28,19 @@ from traces.records.plan import ALLOCATED, RESERVED
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
-FIRST: Final = (
-    8  # the first batch size that is traced, if nothing forbids it; the second is STRIDE times that
-)
-PATIENCE: Final = 4  # guesses by a straight line in a row before the bracket is halved
-STRIDE: Final = 4  # from one batch size to the next, when there is no line yet
+FIRST: Final = 8  # the first batch size that is traced; the second is STRIDE times that
+STRIDE: Final = 4
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
-SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
-SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time
+SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time, at first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One batch size: what the untouched model takes, and the cheapest plan that fits, if that was tried.
-
-    `baseline` is of the captured graph with everything saved, which an empty plan runs.
-    """
+    """One batch size: what the untouched model takes, and the cheapest plan that fits, if that was tried."""
 
     batch_size: int
     fits: bool  # the untouched model
-    retries_a_step: int  # how often all cached memory must be given back for that
     untouched: RunFigures
-    baseline: RunFigures
-    baseline_fits: bool
     plan_fits: bool | None = None  # within the device and the price; None: not tried
     plan: RunFigures | None = None
     overhead_percent: float | None = None  # of the plan, or what any must at least cost where none was made
@@ -69,24 +48,26 @@ class Probe:
     message: str = ""  # why no plan fits
     traced: bool = True  # False: of the step on the straight line through two traces
 
+    def to_json(self) -> dict[str, Any]:
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {k: v.headline() if isinstance(v, RunFigures) else v for k, v in values}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MaxBatch(Study[Probe]):
     """The answer, with a row for each batch size that was looked at. A batch size of 0: not even the smallest fits."""
 
     directory: Path  # of traces and plans
+    device: str
     without_plan: int
     with_plan: int
 
-    def probe(self, batch_size: int) -> Probe | None:
-        return next((p for p in self.rows if p.batch_size == batch_size), None)
+    def probe(self, batch_size: int) -> Probe:
+        """The row of a batch size that was looked at."""
+        return next(p for p in self.rows if p.batch_size == batch_size)
 
 
 def _table(probes: Sequence[Probe], memory: str) -> Table:
-    def fits(p: Probe) -> Cell:
-        retries = f", {p.retries_a_step} retries" if p.retries_a_step else ""
-        return yes(f"yes{retries}") if p.fits or retries else no()
-
     def overhead(p: Probe) -> Cell:
         least = ">= " if p.plan is None and p.overhead_percent is not None else ""
         return Cell(least + show_percent(p.overhead_percent, signed=True), p.overhead_percent)
@@ -96,7 +77,7 @@ def _table(probes: Sequence[Probe], memory: str) -> Table:
         columns(
             "batch_size",
             (memory, "bytes", lambda p: p.untouched.peak_bytes(memory)),
-            ("fits", "", fits),
+            ("fits", "", lambda p: yes() if p.fits else no()),
             (f"{memory} with plan", "bytes", lambda p: p.plan and p.plan.peak_bytes(memory)),
             ("overhead", NUMBER, overhead),
             ("plan fits", "", lambda p: {True: yes(), False: no(), None: Cell("")}[p.plan_fits]),
@@ -118,163 +99,123 @@ class _Search:
     device: DeviceMemory
     price_percent: float  # of a plan, at most
     say: Say
-    exact: bool = True  # of what is traced; otherwise of steps on the line through traces
+    sooner: int = SOONER
     traces: dict[int, Trace] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
 
-    def over(self, nbytes: int) -> float:
-        """How far so many bytes are over what there is, as a share of it."""
-        return nbytes / max(1, self.device.usable_bytes) - 1
-
     def trace(self, *batch_sizes: int) -> None:
-        """Trace what is to be tried and is not traced yet."""
+        """Trace what is to be tried and is not traced yet; what was concluded by the line is forgotten."""
         sizes = sorted({n for n in batch_sizes if 0 < n <= self.top} - self.traces.keys())
         self.traces |= zip(sizes, self.model.each(sizes, self.say), strict=True)
+        self.probes = {n: p for n, p in self.probes.items() if p.traced}
+        self.said = {n: self.said[n] for n in self.probes}
 
-    def line(self, batch_size: int) -> tuple[tuple[int, Trace], tuple[int, Trace]] | None:
-        """The two nearest traces of one structure; None: there are none."""
-        near = sorted(self.traces.items(), key=lambda item: abs(item[0] - batch_size))
-        return next(
-            (pair for pair in combinations(near, 2) if of_one_structure(pair[0][1], pair[1][1])), None
-        )
-
-    def by_line(self, sooner: int = 1) -> _Search:
-        """The same of steps on the line, with so small a part of the time for each plan."""
-        limits = replace(self.question.limits, seconds=self.question.limits.seconds / sooner)
-        asks = replace(self.question, limits=limits)
-        return replace(self, question=asks, say=silent, exact=False, probes={}, said={})
-
-    def reckoned(self, way: str, low: int, high: int, sooner: int = 1) -> int | None:
-        """Where the boundary is by steps on the line; None: there is no line.
-
-        Args:
-            way: the question, a method's name.
-            low, high: a batch size that fits, and one that does not.
-        """
-        if self.line(low) is None:
-            return None
-        by_line, last = self.by_line(sooner), high - self.step
-        ask, begin = getattr(by_line, way), max(low + self.step, min(last, by_line.beyond(low)))
-        excess = ask(low).excess if low else -1.0
-        return boundary(ask, first=begin, step=self.step, top=last, fits=low, fits_excess=excess)
-
-    def largest(self, way: str, low: int, reckoned: int | None) -> int:
-        """The boundary, confirmed by traces on both sides of it; `reckoned`: where it is by the line."""
-        if low >= self.top:
-            return low
-
-        def guess(low: int, high: int) -> int | None:
-            nonlocal reckoned
-            if reckoned is None or not low <= reckoned < high:
-                reckoned = self.reckoned(way, low, high)
-            return reckoned
-
-        first = max(low + self.step, min(reckoned or FIRST, self.top))
-        return boundary(getattr(self, way), first=first, step=self.step, top=self.top, fits=low, guess=guess)
-
-    def saved(self, batch_size: int) -> Prediction:
-        """The step with everything saved, which is an empty plan's."""
-        if batch_size not in self.said:
-            self.said[batch_size] = self._saved(batch_size)
-        return self.said[batch_size]
-
-    def _saved(self, batch_size: int) -> Prediction:
-        if self.exact:
+    def step_at(self, batch_size: int) -> Trace:
+        """The step as it was traced, or on the line through the two nearest traces of one structure; where there are
+        none such it is traced now."""
+        if batch_size not in self.traces:
+            near = sorted(self.traces.items(), key=lambda item: abs(item[0] - batch_size))
+            for a, b in combinations(near, 2):
+                if of_one_structure(a[1], b[1]):
+                    return between(a, b, batch_size)
             self.trace(batch_size)
-        pair, asks = self.line(batch_size), self.question
-        trace = self.traces[batch_size] if self.exact or pair is None else between(*pair, batch_size)
-        if (kind := kind_of(trace.meta)) != self.device.kind:
-            raise SpecError(
-                f"the trace holds the graph of a {kind.upper()}, and {self.device.name} is a "
-                f"{self.device.kind.upper()}; leave --target and --device to --gpu."
-            )
-        return completed(predict(Problem(trace), asks.setting(trace.meta)))
+        return self.traces[batch_size]
 
-    def without(self, batch_size: int) -> Verdict:
+    def without(self, batch_size: int) -> bool:
         """Return whether the untouched model's step fits."""
         if batch_size not in self.probes:
-            c = self.saved(batch_size)
+            trace = self.step_at(batch_size)
+            if (kind := kind_of(trace.meta)) != self.device.kind:
+                raise SpecError(
+                    f"the trace holds the graph of a {kind.upper()}, and {self.device.name} is a "
+                    f"{self.device.kind.upper()}; leave --target and --device to --gpu."
+                )
+            asks = self.question
+            c = predict(Problem(trace), asks.setting(trace.meta))
             plain = untouched_fit(c)
+            self.said[batch_size] = c
             self.probes[batch_size] = Probe(
                 batch_size=batch_size,
                 untouched=plain.figures(),
                 fits=bool(plain.fits),
-                retries_a_step=plain.retries_a_step,
-                baseline=c.saved_figures,
-                baseline_fits=bool(c.saved_fit.fits),
-                traced=self.exact,
+                traced=batch_size in self.traces,
             )
-            retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
-            outcome = f"fits{retries}" if plain.fits else "does not fit"
-            room = show_bytes(self.device.usable_bytes)
-            self.say(f"batch {batch_size}: {show_bytes(plain.needs_bytes)} of {room}, {outcome}")
-        probe = self.probes[batch_size]
-        # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
-        used = probe.untouched.peak_block_bytes or probe.untouched.peak_allocated_bytes
-        return Verdict(fits=probe.fits, excess=self.over(used or 0))
+            self.tell(
+                batch_size, f"{show_bytes(plain.needs_bytes)}, {'fits' if plain.fits else 'does not fit'}"
+            )
+        return self.probes[batch_size].fits
 
-    def plan(self, batch_size: int) -> Verdict:
+    def plan(self, batch_size: int) -> bool:
         """Return whether a plan within the price fits."""
-        if self.without(batch_size).fits:
-            return Verdict(fits=True, excess=self.floor_excess(batch_size))
-        probe, excess = self._plan(self.said[batch_size], self.probes[batch_size])
-        self.probes[batch_size] = probe
-        added = f"a plan fits at {probe.overhead_percent:+.2f} %" if probe.plan_fits else ""
-        self.say(f"batch {batch_size}: {added or probe.message.split('. ')[0]}")
-        return Verdict(fits=bool(probe.plan_fits), excess=max(excess, self.floor_excess(batch_size)))
+        if self.without(batch_size):
+            return True
+        if self.probes[batch_size].plan_fits is None:
+            p = self.probes[batch_size] = self._planned(self.said[batch_size], self.probes[batch_size])
+            self.tell(batch_size, f"a plan fits at {p.overhead_percent:+.2f} %" if p.plan_fits else p.message)
+        return bool(self.probes[batch_size].plan_fits)
 
-    def floor_excess(self, batch_size: int) -> float:
-        """How far the peak that no plan can go below is over what there is, as a share of it."""
-        problem = self.saved(batch_size).problem
-        return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.question.levers)))
+    def tell(self, batch_size: int, what: str) -> None:
+        if batch_size in self.traces:
+            self.say(f"batch {batch_size}: {what.split('. ')[0]}")
 
-    def beyond(self, low: int) -> int:
-        """The batch size up to which the line through two floors stays within what there is."""
-        a = max(low, self.step)
-        at_a, at_b = self.floor_excess(a), self.floor_excess(STRIDE * a)
-        more = -at_a * (STRIDE - 1) * a / (at_b - at_a) if at_b > at_a else 0.0
-        return max(0, int((a + more) // self.step) * self.step)
-
-    def _plan(self, c: Prediction, probe: Probe) -> tuple[Probe, float]:
-        """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
-        asks, price = self.question, self.price_percent
-        if probe.baseline_fits:  # the captured graph alone makes room
-            probe = replace(probe, plan=probe.baseline, overhead_percent=0.0, plan_fits=True)
-            return self._kept(probe, c), _over(0.0, price)
-        none = replace(probe, plan_fits=False, message="no plan needs so little")
-        if self.floor_excess(probe.batch_size) > 0:
-            return none, 0.0
-        bound = lower_bound(c.problem, self.device.usable_bytes, asks.levers)
-        least = bound.overhead_percent
-        if not bound.feasible:
-            return none, SLIGHTLY
-        if least > price:
-            return replace(none, overhead_percent=least, message=bound.least()), _over(least, price)
-        answer = ask(c.problem, asks)
-        if answer.found is None:
-            refused = answer.refusal
-            lowest = refused.figures.get("lowest_peak_bytes") if isinstance(refused, Infeasible) else None
-            return replace(none, message=str(refused)), max(SLIGHTLY, self.over(lowest or 0))
-        c, cost = answer.found, answer.found.overhead_percent
-        fits, over = bool(c.planned_fit.fits) and cost <= price, _over(cost, price)
-        why = f"the plan that was found adds {cost:.2f} %" if cost > price else c.planned_fit.out_of_memory
-        probe = replace(probe, plan=c.planned_figures, overhead_percent=cost, plan_fits=fits, message=why)
-        return (self._kept(probe, c), over) if fits else (probe, max(SLIGHTLY, over))
-
-    def _kept(self, probe: Probe, c: Prediction) -> Probe:
-        """The probe with the file of the plan that fits."""
-        self.said[probe.batch_size] = c
-        if not self.exact:
+    def _planned(self, c: Prediction, probe: Probe) -> Probe:
+        """The probe with what was found of plans."""
+        if c.saved_fit.fits:  # the captured graph alone makes room, which an empty plan runs
+            c = completed(c)
+            probe = replace(probe, plan=c.saved_figures, overhead_percent=0.0, plan_fits=True)
+        else:
+            asks, none = self.question, replace(probe, plan_fits=False, message="no plan needs so little")
+            bound = lower_bound(c.problem, self.device.usable_bytes, asks.levers)
+            if not bound.feasible:
+                return none
+            if bound.overhead_percent > self.price_percent:
+                return replace(none, overhead_percent=bound.overhead_percent, message=bound.least())
+            if not probe.traced:
+                limits = replace(asks.limits, seconds=asks.limits.seconds / self.sooner)
+                asks = replace(asks, limits=limits)
+            answer = ask(c.problem, asks)
+            if answer.found is None:
+                return replace(none, message=str(answer.refusal))
+            c, cost = answer.found, answer.found.overhead_percent
+            dear = cost > self.price_percent
+            probe = replace(
+                probe,
+                plan=c.planned_figures,
+                overhead_percent=cost,
+                plan_fits=bool(c.planned_fit.fits) and not dear,
+                message=f"the plan that was found adds {cost:.2f} %" if dear else c.planned_fit.out_of_memory,
+            )
+        if not (probe.plan_fits and probe.traced):
             return probe
+        self.said[probe.batch_size] = c
         path = f"plan-b{probe.batch_size}.json"
         c.plan.save(self.model.directory / path)
         return replace(probe, plan_path=path)
 
+    def reckoned(self, fits: Callable[[int], bool], low: int, high: int, n: int) -> int:
+        """The largest batch size that fits while the next does not, looked for from `n` on; `low` fits, or is 0, and
+        `high` does not."""
+        stride = self.step
+        while high - low > self.step:
+            if not low < n < high:
+                n = max(low + self.step, (low + high) // 2 // self.step * self.step)
+            low, high, n = (n, high, n + stride) if fits(n) else (low, n, n - stride)
+            stride *= STRIDE
+        return low
 
-def _over(cost: float, price: float) -> float:
-    """How far a cost is above the price, as a share of it."""
-    return cost / price - 1 if price else cost
+    def confirmed(self, fits: Callable[[int], bool], low: int, n: int) -> int:
+        """The same, traced on both sides; `n`: where it is by the line."""
+        high = self.top + self.step
+        while True:
+            self.trace(n, n + self.step)
+            if n > low and not fits(n):
+                high = n
+            elif n + self.step >= high or not fits(n + self.step):
+                return n
+            else:
+                low = n + self.step
+            n = self.reckoned(fits, low, high, n)
 
 
 def max_batch(
@@ -298,7 +239,7 @@ def max_batch(
         budget_overhead_percent: what a plan may add to the time of a step.
         directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
         multiple_of, maximum: of the batch sizes that are tried.
-        batch_sizes: further ones to answer for; those that the search does not trace by the line.
+        batch_sizes: to answer for beside; if there are any, all answers are by the line alone.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
         words: as for `plan`; `seconds` is for each plan.
 
@@ -333,28 +274,21 @@ def max_batch(
     )
     first = min(top, -(-FIRST // step) * step)
     search.trace(first, min(top, STRIDE * first))
-    plain = search.reckoned("without", 0, top + step)
-    planned = plain if plain is None or plain >= top else search.reckoned("plan", plain, top + step, SOONER)
-    if plain is not None and planned is not None:
-        progress(f"by the line through two traces, batch {plain} fits, and with a plan batch {planned}")
-        search.trace(plain, plain + step, planned, planned + step)
-    without = search.largest("without", 0, plain)
-    with_plan = search.largest("plan", without, planned)
-    by_line = search.by_line()
-    for n in dict.fromkeys((*search.traces, *batch_sizes)):
-        asked = search if n in search.traces or search.line(n) is None else by_line
-        (asked.plan if n in batch_sizes else asked.without)(n)
-        search.probes[n] = asked.probes[n]
-    return _answer(search, maximum, without, with_plan)
+    without = search.reckoned(search.without, 0, top + step, STRIDE * first)
+    with_plan = search.reckoned(search.plan, without, top + step, 2 * without)
+    if not batch_sizes:
+        search.sooner = 1
+        progress(f"by the line through two traces, batch {without} fits, and with a plan batch {with_plan}")
+        search.trace(*(n + k for n in (without, with_plan) for k in (0, step)))
+        without = search.confirmed(search.without, 0, without)
+        with_plan = search.confirmed(search.plan, without, max(without, with_plan))
+    for n in batch_sizes:
+        search.plan(n)
+    return _answer(search, without, with_plan)
 
 
-def _answer(search: _Search, maximum: int, without: int, with_plan: int) -> MaxBatch:
-    traced, device, price, stopped = (
-        search.model,
-        search.device,
-        search.price_percent,
-        with_plan == search.top,
-    )
+def _answer(search: _Search, without: int, with_plan: int) -> MaxBatch:
+    traced, device, price = search.model, search.device, search.price_percent
     of = ALLOCATED if device.kind == CPU else RESERVED  # the memory that must fit
     probes = tuple(search.probes[b] for b in sorted(search.probes))
     shown = search.said[with_plan or without or min(search.said)]
@@ -363,30 +297,24 @@ def _answer(search: _Search, maximum: int, without: int, with_plan: int) -> MaxB
     def room(figures: RunFigures) -> str:
         return f"({of} {show_bytes(figures.peak_bytes(of))} of {show_bytes(device.usable_bytes)})"
 
-    notes = [
-        f"without a plan: not even batch {search.step} fits"
-        if best is None
-        else f"without a plan: batch {without} {room(best.untouched)}"
-    ]
+    notes = [f"without a plan: batch {without} {room(best.untouched)}"] if best else []
+    notes = notes or [f"without a plan: not even batch {search.step} fits"]
     at = f"with a plan of at most +{price:g} %: batch {with_plan}"
     if planned is not None and planned.plan is not None:
         added = show_percent(planned.overhead_percent, signed=True)
         notes.append(f"{at} at {added} {room(planned.plan)}: {traced.directory / planned.plan_path}")
     elif best is not None:
         notes.append(f"{at}; no plan makes room for more")
+    stopped = with_plan == search.top
     notes += [f"The search stopped at {with_plan}; --max tries more."] * stopped
-    told = {p.batch_size: {f.name: _plain(getattr(p, f.name)) for f in fields(p)} for p in probes}
+    told = {p.batch_size: p.to_json() for p in probes}
     data = {
         "record": "max-batch",
         "model": traced.model,
-        "trace_options": list(traced.words),
         "device_memory": device.to_json(),
         "alloc_conf": shown.setting.alloc_conf,
         "budget_overhead_percent": price,
         "planner": search.question.planner_name,
-        "allow": search.question.levers.allow,
-        "multiple_of": search.step,
-        "maximum": maximum,
         "stopped_at_maximum": stopped,
         "without_plan": told.get(without, {"batch_size": without}),
         "with_plan": told.get(with_plan, {"batch_size": with_plan}),
@@ -406,79 +334,7 @@ def _answer(search: _Search, maximum: int, without: int, with_plan: int) -> MaxB
         aside=("plan fits", ""),
         notes=(*notes, str(data["provenance"])),
         directory=traced.directory,
+        device=device.name,
         without_plan=without,
         with_plan=with_plan,
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.headline() if isinstance(value, RunFigures) else value
-
-
-class Verdict(NamedTuple):
-    """One answer. `excess` says how far over the limit the number is, as a share of it: the line crosses 0 there."""
-
-    fits: bool
-    excess: float
-
-
-def boundary(
-    ask: Callable[[int], Verdict],
-    *,
-    first: int,
-    step: int = 1,
-    top: int = 1 << 20,
-    fits: int = 0,
-    fits_excess: float = -1.0,
-    guess: Callable[[int, int], int | None] = lambda low, high: None,
-) -> int:
-    """The largest number that gets a yes before the first no, found in few questions.
-
-    Args:
-        ask: asked at most once for each number.
-        first: where to begin, more than `fits`.
-        step: all numbers are multiples of it.
-        top: the largest number to try.
-        fits: known to fit without asking, with `fits_excess`; 0 stands for nothing at all.
-        guess: where it lies between a number that fits and one that does not; None: by a straight line.
-
-    Returns:
-        a number b that fits (0: not even `step` does), while b + step does not, or b = top.
-    """
-    low, high = fits, top + step
-    known: dict[int, float] = {fits: fits_excess} if fits else {}
-    b, guesses = first, 0
-    while True:
-        verdict = ask(b)
-        known[b] = verdict.excess
-        if verdict.fits:
-            low = b
-        else:
-            high = b
-        if high - low <= step:
-            return low
-        told = guess(low, high)
-        near = _crossing(known, low, high) if told is None else told
-        guesses += 1
-        if near is not None and guesses <= PATIENCE and low <= near < high + step:
-            b = int(near // step) * step
-        elif high <= top:
-            b, guesses = (low + high) // 2 // step * step, 0
-        else:  # everything has fitted so far
-            b = STRIDE * low
-        b = min(max(b, low + step), high - step)
-
-
-def _crossing(known: dict[int, float], low: int, high: int) -> float | None:
-    """Where the line through the last that fits and the first that does not crosses the limit; None if none does.
-
-    Where only one of these was asked about, the line goes through the two that are nearest to the limit.
-    """
-    ends = [b for b in (low, high) if b in known]
-    if len(ends) < 2:
-        ends = sorted(sorted(known, key=lambda b: (abs(known[b]), b))[:2])
-    if len(ends) < 2:
-        return None
-    a, b = ends
-    rise = known[b] - known[a]
-    return a - known[a] * (b - a) / rise if rise > 0 else None

@@ -37,7 +37,7 @@ from traces.units import GIB, show_bytes, show_percent, show_time
 KEYS: Final = (
     *("budget_bytes", "feasible", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
     *("overhead_percent", "recomputed_ops", "fits", "made_for_bytes", "bound_overhead_percent", "gap_points"),
-    *("price_ns_per_gib", "bound_price_ns_per_gib", "solve_seconds", "finished", "message"),
+    *("price_ns_per_gib", "bound_price_ns_per_gib", "solve_seconds", "message"),
 )  # fmt: skip
 
 

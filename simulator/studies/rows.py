@@ -49,8 +49,6 @@ class Row:
     fits: bool | None = None  # into the device that was named
     lowest_peak_bytes: int | None = None  # of a refusal: the lowest peak that the planner reached
     message: str = ""  # why there is no plan
-    peer: bool = False  # another system's plan; always False
-    finished: bool = True  # always
     made_for_bytes: int | None = None  # the budget that the plan was made for: this one or a smaller
     bound_overhead_percent: float | None = None  # certified; None: no plan can fit
     # Time that one GiB less costs here: by the plans up to the next smaller budget, and by the bound at this one.

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 from simulator.core.problem import Problem, peak_by_category
 from simulator.prediction.ask import Question, Say, ask
-from simulator.prediction.step import text, texts, warnings
+from simulator.prediction.step import texts
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.rows import columns
 from simulator.studies.tracing import Traced
 from traces.errors import TraceError
 from traces.files import Form, JsonRecord
 from traces.records.measurement import RunFigures
-from traces.records.plan import ALLOCATED, PredictionWarning
+from traces.records.plan import ALLOCATED
 from traces.records.trace import PARAMETER, Trace
 
 EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
@@ -56,7 +56,6 @@ class SweepRow:
     message: str = ""
     budget_of: str = ALLOCATED  # what the budget limits
     warnings: tuple[str, ...] = ()  # what must be said beside the predicted figures, in words
-    notices: tuple[PredictionWarning, ...] = ()  # the same as records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +75,12 @@ class Sweep(JsonRecord):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what must be said beside the predicted figures, with the batch sizes that it is about.
-
-        Warnings that differ in their figures alone are one, with those of the largest batch size.
-        """
-        about: dict[object, dict[int, str]] = {}
+        """Return what must be said beside the predicted figures, with the batch sizes that it is about."""
+        about: dict[str, list[str]] = {}
         for row in self.rows:
-            for w in row.notices:
-                about.setdefault((w.code, w.subject), {})[row.batch_size] = text(w)
-        out = []
-        for said in about.values():
-            largest = max(said)
-            of = "" if len(set(said.values())) == 1 else f" (figures of {largest})"
-            out.append(f"Batch {', '.join(map(str, said))}{of}: {said[largest]}")
-        return tuple(out)
+            for told in row.warnings:
+                about.setdefault(told, []).append(str(row.batch_size))
+        return tuple(f"Batch {', '.join(sizes)}: {told}" for told, sizes in about.items())
 
     def lines(self, directory: Path) -> list[str]:
         """The answer to read: a line for each batch size; what was written there stands in `directory`."""
@@ -127,8 +118,7 @@ def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: S
         LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
     """
     rows, options, target = [], {}, ""
-    for batch_size in batch_sizes:
-        trace = traced.at(batch_size, say)
+    for batch_size, trace in zip(batch_sizes, traced.each(batch_sizes, say), strict=True):
         say(f"batch {batch_size}: planning with {question.planner_name}")
         rows.append(_row(traced, question, trace, batch_size))
         options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}
@@ -167,9 +157,8 @@ def _row(traced: Traced, question: Question, trace: Trace, batch_size: int) -> S
         storages=len(sts),
         flops=sum(trace.ops.flops),
         plan_path=plan_path.name if fits else "",
-        trace_path=f"trace-b{batch_size}",
+        trace_path=str(traced.path(batch_size).relative_to(traced.directory)),
         message="" if answer.refusal is None else str(answer.refusal),
         budget_of=answer.budget_of,
         warnings=texts(c),
-        notices=warnings(c),
     )

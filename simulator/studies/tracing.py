@@ -1,31 +1,32 @@
 """Run `trace`, the one other command that simulate starts, use a trace again while it is what would be made, and work
 out what one would say from two others.
 
-Beside each trace lies a stamp of the command, the user's file and the versions, so that a trace that went stale is
-noticed; what was measured of a device since then is not looked at.
+A trace is used again while the command, the user's file and the versions are those that made it.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from simulator.prediction.ask import Say
 from traces.errors import LowtideError, TraceError
-from traces.files import canonical_json, read_json, write_text
+from traces.files import canonical_json
 from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
 from traces.records.store import load
 from traces.records.trace import Trace, Untouched, as_named
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
+AT_ONCE: Final = 2  # processes; each of them makes two traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +43,40 @@ class Traced:
         place = Path(directory or f"{short_name(model)}-{study}")
         return cls(model=model, directory=place, words=tuple(words))
 
-    def at(self, batch_size: int, say: Say) -> Trace:
-        """The trace at a batch size, made by `trace` in a process of its own, or used again. Raises LowtideError:
-        `trace` failed; with what it wrote."""
-        place = self.directory / f"trace-b{batch_size}"
-        words = [self.model, "--batch-size", str(batch_size), *self.words]
-        stamp = {"command": words, "source": source_digest(self.model), "versions": versions()}
-        note = place.with_name(f"{place.name}.json")
-        if found := _made_before(note, place, stamp):
-            say(f"batch {batch_size}: using {place}")
-            return found
-        say(f"batch {batch_size}: tracing")
-        run_trace([*words, "-o", str(place), "--force"], f"batch {batch_size}")
-        found = load(place)
-        write_text(note, canonical_json({**stamp, "fingerprint": found.meta.fingerprint}) + "\n")
-        return found
+    def path(self, batch_size: int) -> Path:
+        """Where a trace lies: other words, another file of the user's or other versions have another place."""
+        versions = {}
+        for name in PACKAGES:
+            with suppress(PackageNotFoundError):
+                versions[name] = version(name)
+        made_by = canonical_json([self.model, self.words, source_digest(self.model), versions])
+        return self.directory / f"traces-{sha256(made_by.encode()).hexdigest()[:8]}" / f"b{batch_size}"
 
     def each(self, batch_sizes: Sequence[int], say: Say) -> list[Trace]:
-        """The traces at some batch sizes, made side by side, or one after another where they are measured."""
+        """The traces at some batch sizes, used again or made: two by each process, or one after another where they are
+        measured. Raises LowtideError: `trace` failed; with what it wrote."""
+        found: dict[int, Trace] = {}
+        for n in batch_sizes:
+            with suppress(TraceError):
+                found[n] = load(self.path(n))
+                say(f"batch {n}: using {self.path(n)}")
+        new = [n for n in batch_sizes if n not in found]
         measured = any(word.partition("=")[0] == "--device" for word in self.words)
-        with ThreadPoolExecutor(1 if measured else os.cpu_count()) as pool:
-            return list(pool.map(lambda size: self.at(size, say), batch_sizes))
+        some = 1 if measured else 2
+
+        def make(k: int) -> None:
+            sizes = sorted(new[k : k + some])
+            low, high, named = sizes[0], sizes[-1], f"batch {' and '.join(map(str, sizes))}"
+            words = ["--batch-size", str(low), "-o", str(self.path(low))]
+            if low < high:
+                shapes = f"batch-size={low}:{high}:{high - low}"
+                words = ["--shapes", shapes, "-o", str(self.path(low).parent)]
+            say(f"{named}: tracing")
+            run_trace([self.model, *self.words, *words, "--force"], named)
+
+        with ThreadPoolExecutor(1 if measured else AT_ONCE) as pool:
+            list(pool.map(make, range(0, len(new), some)))
+        return [found[n] if n in found else load(self.path(n)) for n in batch_sizes]
 
 
 def of_one_structure(a: Trace, b: Trace) -> bool:
@@ -114,25 +128,3 @@ def run_trace(words: Sequence[str], what: str) -> None:
         said = done.stderr.strip().removeprefix("Error: ")
         told = said or f"`trace` ended with exit code {done.returncode}"
         raise LowtideError(f"{what} could not be traced: {told}")
-
-
-def _made_before(note: Path, place: Path, stamp: dict[str, Any]) -> Trace | None:
-    """The trace that stands there, if it is what `trace` would make now; without a torch here, whichever made it."""
-    try:
-        made, found = read_json(note), load(place)
-        if not stamp["versions"]:
-            made["versions"] = {}
-        return found if made == {**stamp, "fingerprint": found.meta.fingerprint} else None
-    except (OSError, ValueError, TypeError, TraceError):
-        return None
-
-
-def versions() -> dict[str, str]:
-    """The installed packages that make the graph; empty where there are none, as `simulate` needs none."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

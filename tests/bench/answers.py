@@ -50,7 +50,6 @@ GOLDEN: Final = ROOT / "tests" / "data" / "answers.json"
 CLOCK: Final = {
     "solve_seconds": "how long the planner took, by the wall clock",
     "seconds": "how long `trace` took, by the wall clock",
-    "microseconds_per_pair": "how long a replay took, by the wall clock",
 }
 # What makes a trace besides the product: printed by the interpreter that runs it.
 VERSIONS: Final = """
@@ -78,7 +77,6 @@ MAX_BATCH: Final = (
     "simulator max-batch bert-tiny --gpu h200 --device-memory 1536MiB --multiple-of 8 --max 48 --seq-len 64 "
     "--seconds 1 -o {out}/max --json -q"
 )
-RECORDING: Final = ROOT / "tests" / "data" / "allocator" / "snapshot.pickle"
 ABOUT: Final = ("planner", "storage")  # keys that tell the entries of a list apart
 WRITTEN: Final = "written"  # key of the digests of whole texts
 LONGEST_SECONDS: Final = 900  # of one command; more is a fault, not an answer
@@ -168,11 +166,6 @@ def _without_trace() -> list[Row]:
     rows = [
         Row(name="max-batch bert-tiny", words=tuple(MAX_BATCH.split())),
         Row(name="sweep resnet18", words=tuple(SWEEP.split())),
-        Row(
-            name="replay",
-            words=("simulator", "replay", RECORDING.name, "--json", "-q"),
-            directory=RECORDING.parent,
-        ),
     ]
     return rows + [
         Row(name=f"trace {name}", words=("tracer", *words.split(), *FAKE, "--json", "-o", "{out}/trace"))

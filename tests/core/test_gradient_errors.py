@@ -18,7 +18,7 @@ from simulator.levers import LEVERS
 from simulator.levers.edit import Editing, parts
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
-from simulator.prediction.levers import lowest_floor
+from simulator.prediction.levers import changed_steps
 from tests.tiny import bwd, fwd, trace
 from traces.errors import SpecError
 from traces.records.gradient_errors import GradientErrors, Part
@@ -77,7 +77,9 @@ def test_what_was_not_measured_is_not_taken() -> None:
     known = errors(made, "int8")
     first = replace(known, parts=known.parts[:1])
     least = [
-        lowest_floor(problem, Levers(allow="approximate", errors=e))
+        bounder_of(
+            changed_steps(problem, 1, Levers(allow="approximate", errors=e))[0].problem
+        ).floor.peak_bytes
         for e in (known, first, replace(first, parts=(replace(first.parts[0], error=2.0),)))
     ]
     assert least[0] < least[1] < least[2] == bounder_of(problem).floor.peak_bytes

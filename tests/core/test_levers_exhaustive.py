@@ -6,13 +6,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from simulator.bounds import Instants
+from simulator.bounds import Instants, bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.levers import rewritten, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.levers import changed_steps, lower_bound, lowest_floor, plan_with_levers
+from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
 from tests.exhaust import budgets, frontier, optimum
 from tests.tiny import bwd, fwd, trace
 from traces.records.plan import Plan
@@ -76,7 +76,7 @@ def test_the_bound_holds_for_every_plan_of_every_number_of_tiles() -> None:
             assert front is not None
             fronts[rewrites] = {peak: step.time_ns - of.time_ns + ns for peak, ns in front.items()}
         of_all = {p: min(f[p] for f in fronts.values() if p in f) for f in fronts.values() for p in f}
-        assert lowest_floor(problem, ANY) <= min(of_all)
+        assert bounder_of(changed_steps(problem, 1, ANY)[0].problem).floor.peak_bytes <= min(of_all)
         for budget in budgets(of_all):
             least, without = optimum(of_all, budget), optimum(fronts[()], budget)
             by_tiles += least is not None and (without is None or least < without)

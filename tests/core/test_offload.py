@@ -18,7 +18,6 @@ from simulator.core.schedule import Schedule
 from simulator.levers import exactness_of, offload, rewritten, rewritten_problem
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
-from simulator.studies.levers import study
 from tests.tiny import bwd, fwd, trace
 from tests.walked import state_of
 from traces.devices import device
@@ -280,11 +279,6 @@ def test_host_memory_is_limited() -> None:
     assert len(offered(t)) == 2  # c is read by forward's last op
     limited = replace(HOST, host_bytes=2 * M - 1)
     assert {len(x) for x in rungs(t, limited)} == {1}
-
-
-def test_the_study_has_a_row() -> None:
-    row = next(r for r in study(Problem(step()), "step").rows if r.lever == "offload")
-    assert (row.exactness, row.added_time_ns) == (EXACT, 0)
 
 
 def test_a_device_that_nobody_knows_is_refused_unless_its_rate_is_given() -> None:

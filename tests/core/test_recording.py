@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import struct
@@ -162,7 +161,7 @@ def test_text_that_no_terminal_can_show(tmp_path: Path) -> None:
         data = p.snapshot()
         of = {"segment_type": data["segments"][0], "action": data["device_traces"][0][0]}
         of.get(place, data["allocator_settings"])[place] = "max_split:\udc80"
-        result = CliRunner().invoke(main, ["replay", str(write(tmp_path / "s.pickle", data))])
+        result = CliRunner().invoke(main, ["why", str(write(tmp_path / "s.pickle", data))])
         assert result.exit_code in (0, 2), (place, result.exception)
         assert "Traceback" not in result.output
 
@@ -187,89 +186,6 @@ def test_what_if_with_expandable_segments() -> None:
     tight = replay(recording, recording.settings, 64 * MIB)
     assert tight.figures.num_alloc_retries == 1
     assert replay(recording, recording.settings, 32 * MIB).out_of_memory is not None
-
-
-# The command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_answers_as_json(tmp_path: Path) -> None:
-    p = Program()
-    for _ in range(2):
-        p.malloc(30 * MIB)
-        p.malloc(30 * MIB)
-        p.free(0)
-        p.free(0)
-        p.malloc(60 * MIB)
-        p.free(0)
-    path = write(tmp_path / "s.pickle", p.snapshot())
-    result = CliRunner().invoke(
-        main, ["replay", str(path), "--alloc-conf", "expandable_segments:True", "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert answer["reserved_error_bytes"] == 0
-    assert answer["same_segment_requests"] is True
-    assert answer["replayed"]["peak_reserved_bytes"] == 120 * MIB
-    assert answer["what_if"]["peak_reserved_bytes"] == 60 * MIB
-
-
-def test_the_same_settings_in_words_change_nothing(tmp_path: Path) -> None:
-    """Of two free blocks of 8 MiB, torch 2.12 takes the older block for 5 MiB and then has no 8 MiB left in one."""
-    p = Program(torch_version="2.12")
-    p.malloc(8 * MIB)
-    p.malloc(4 * MIB)
-    p.free(0)
-    p.malloc(4 * MIB)
-    p.free(0)
-    p.malloc(5 * MIB)
-    p.malloc(8 * MIB)
-    path = write(tmp_path / "s.pickle", p.snapshot())
-    result = CliRunner().invoke(main, ["replay", str(path), "--alloc-conf", "", "--json"])
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert answer["replayed"]["peak_reserved_bytes"] == 40 * MIB
-    assert answer["as_recorded_from_scratch"]["peak_reserved_bytes"] == 40 * MIB
-    assert answer["what_if"]["peak_reserved_bytes"] == 40 * MIB
-
-
-@pytest.fixture
-def snapshot(tmp_path: Path) -> Path:
-    """Twice 30 MiB at once, and then none."""
-    p = Program()
-    for _ in range(2):
-        p.malloc(30 * MIB)
-    for _ in range(2):
-        p.free(0)
-    return write(tmp_path / "s.pickle", p.snapshot())
-
-
-def test_the_command_prints_a_table(snapshot: Path) -> None:
-    result = CliRunner().invoke(main, ["replay", str(snapshot), "-q"])
-    assert result.exit_code == 0, result.output
-    assert "+0 bytes reserved; the same segment requests; 2 of 2 blocks" in result.stdout
-    assert result.stderr == ""
-
-
-def test_the_command_says_when_it_would_not_fit(snapshot: Path) -> None:
-    result = CliRunner().invoke(main, ["replay", str(snapshot), "--device-memory", "50MiB"])
-    assert result.exit_code == 1
-    assert "out of memory" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["nothing.pickle"],
-        ["."],
-        ["SNAPSHOT", "--alloc-conf", "max_split:1"],
-        ["SNAPSHOT", "--device-memory", "much"],
-        ["SNAPSHOT", "--device-memory", "50%"],
-    ],
-)
-def test_wrong_input_is_refused(words: list[str], snapshot: Path) -> None:
-    result = CliRunner().invoke(main, ["replay", *(str(snapshot) if w == "SNAPSHOT" else w for w in words)])
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
 
 
 # Hostile and damaged files ----------------------------------------------------------------------------------------

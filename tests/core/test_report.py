@@ -32,7 +32,7 @@ from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
-from traces.records.plan import ALLOCATED, RECOMPUTE, Action, Plan, PredictionWarning
+from traces.records.plan import ALLOCATED, RECOMPUTE, Action, Plan
 from traces.records.trace import CATEGORIES, Trace
 from traces.units import show_bytes, show_time
 
@@ -325,20 +325,6 @@ def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: 
     assert "the floor is &lt;b&gt;9 GiB&lt;/b&gt;" in html
     assert "No trace of this sweep is at hand" in html
     assert set().union(*map(series_of, specifications(html))) == {"save-all, predicted", "plan, predicted"}
-
-
-def test_warnings_that_differ_in_figures_alone_are_one() -> None:
-    def told(extra: int) -> tuple[PredictionWarning, ...]:
-        more = PredictionWarning(
-            code="untouched-needs-more", figures={"extra_bytes": extra, "peak_bytes": 1000}
-        )
-        return more, PredictionWarning(code="recurrent", subject="rnn", figures={"modules": 1})
-
-    rows = (sweep_row(8, notices=told(10)), sweep_row(16, notices=told(20)), sweep_row(4))
-    many, layers = Sweep(model="m", options={}, target="H200", rows=rows).warnings
-    assert many.startswith("Batch 8, 16 (figures of 16): The figures are those of the captured graph")
-    assert "about 20 B (+2.0 %) more" in many
-    assert layers.startswith("Batch 8, 16: Recurrent layers (1, such as 'rnn')")
 
 
 def test_a_column_that_no_row_knows_is_left_out() -> None:

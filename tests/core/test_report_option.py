@@ -50,9 +50,6 @@ COMMANDS: list[tuple[Any, tuple[str, ...]]] = [
     (simulate, ("capacity", NOTHING, "--gpus", "h100")),
     (simulate, ("compare", NOTHING, "--budget", "80%")),
     (simulate, ("pareto", NOTHING)),
-    (simulate, ("levers", NOTHING)),
-    (simulate, ("why", NOTHING)),
-    (simulate, ("diff", NOTHING, NOTHING)),
 ]
 
 

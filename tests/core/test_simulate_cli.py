@@ -188,11 +188,16 @@ class Tracer:
     def __call__(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         self.commands.append(command[3:])
         assert command[:3] == [sys.executable, "-m", "tracer"]
-        batch_size = int(command[command.index("--batch-size") + 1])
-        if batch_size == self.failing:
+        out = Path(command[command.index("-o") + 1])
+        if "--shapes" in command:
+            low, high, _ = command[command.index("--shapes") + 1].removeprefix("batch-size=").split(":")
+            places = {int(n): out / f"b{n}" for n in (low, high)}
+        else:
+            places = {int(command[command.index("--batch-size") + 1]): out}
+        if self.failing in places:
             return subprocess.CompletedProcess(command, 2, "", "Error: no such model.\n")
-        of = resnet((1, 1), batch=16 * batch_size, side=32)
-        save(of, command[command.index("-o") + 1], force=True)
+        for n, place in places.items():
+            save(resnet((1, 1), batch=16 * n, side=32), place, force=True)
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
@@ -208,8 +213,10 @@ def swept(directory: Path, *sizes: int, budget: str = "80%") -> Sweep:
     return sweep(tracing.Traced(model="m", directory=directory), sizes or (4, 8), asked, silent)
 
 
-def ensure(directory: Path, model: str = "m", *words: str) -> None:
-    tracing.Traced(model=model, directory=directory.parent, words=words).at(4, silent)
+def ensure(directory: Path, model: str = "m", *words: str) -> Path:
+    made = tracing.Traced(model=model, directory=directory, words=words)
+    made.each([4], silent)
+    return made.path(4)
 
 
 def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Path) -> None:
@@ -218,9 +225,9 @@ def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Pat
     result = simulate(*words, "--target", "h200", "--optimizer", "adam", "--image-size", "32", "--json")
     assert result.exit_code == 0, result.output
     options = ["--seq-len", "7", "--target", "h200", "--optimizer", "adam", "--image-size", "32"]
-    out = ["-o", str(directory / "trace-b32"), "--force", "-q"]
-    assert tracer.commands[0] == ["m", "--batch-size", "32", *options, *out]
     done = Sweep.load(directory / "sweep.json")
+    out = ["-o", str((directory / done.rows[0].trace_path).parent), "--force", "-q"]
+    assert tracer.commands == [["m", *options, "--shapes", "batch-size=32:64:32", *out]]
     assert json.loads(result.stdout) == json.loads(json.dumps(done.to_json()))
     assert [row.batch_size for row in done.rows] == [32, 64]
     for row in done.rows:
@@ -236,53 +243,23 @@ def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Pat
     assert "32" in simulate(*words).stdout
 
 
-def test_a_trace_is_used_again_only_if_the_same_command_made_it(tracer: Tracer, tmp_path: Path) -> None:
-    directory = tmp_path / "trace-b4"
-
-    def runs(*words: str) -> int:
-        before = len(tracer.commands)
-        ensure(directory, "m", *words)
-        return len(tracer.commands) - before
-
-    assert [runs(), runs(), runs("--seq-len", "8"), runs()] == [1, 0, 1, 1]
-    save(chain(2), directory, force=True)  # someone put another trace there
-    assert runs() == 1
-    (directory / "ops.parquet").write_bytes(b"")
-    assert runs() == 1
-
-
-def test_another_torch_makes_a_new_trace(
+def test_a_trace_is_used_again_only_if_the_same_command_made_it(
     tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an older torch the graph may be another; where there is none, the trace that stands there is taken."""
-
-    def runs(**installed: str) -> int:
-        monkeypatch.setattr(tracing, "versions", lambda: installed)
+    def runs(*words: str, model: str = "m") -> int:
         before = len(tracer.commands)
-        ensure(tmp_path / "trace-b4")
+        ensure(tmp_path, model, *words)
         return len(tracer.commands) - before
 
-    assert runs(torch="2.13.0", transformers="5.1") == 1
-    assert runs(torch="2.13.0", transformers="5.1") == 0
-    assert runs(torch="2.12.1", transformers="5.1") == 1
-    assert runs(torch="2.12.1", transformers="5.2") == 1
-    assert runs() == 0
-    note = tmp_path / "trace-b4.json"
-    older = json.loads(note.read_text("utf-8"))
-    del older["versions"]  # as notes were written before
-    note.write_text(json.dumps(older))
-    assert runs(torch="2.12.1", transformers="5.2") == 1
-    assert runs(torch="2.12.1", transformers="5.2") == 0
-
-
-@pytest.mark.parametrize("function", [":build", ""])
-def test_editing_the_build_function_makes_a_new_trace(tracer: Tracer, tmp_path: Path, function: str) -> None:
+    assert [runs(), runs(), runs("--seq-len", "8"), runs()] == [1, 0, 1, 0]
+    (ensure(tmp_path) / "ops.parquet").write_bytes(b"")
+    assert [runs(), runs()] == [1, 0]
     source = tmp_path / "train.py"
-    source.write_text("one")
-    for text, runs in (("one", 1), ("one", 1), ("two", 2)):
+    for text, made in (("one", 1), ("one", 0), ("two", 1)):
         source.write_text(text)
-        ensure(tmp_path / "trace-b4", f"{source}{function}")
-        assert len(tracer.commands) == runs
+        assert runs(model=f"{source}:build") == made
+    monkeypatch.setattr(tracing, "version", lambda name: "another")
+    assert runs() == 1
 
 
 def test_a_batch_size_that_does_not_fit_is_a_row(tracer: Tracer, tmp_path: Path) -> None:
@@ -318,7 +295,7 @@ def test_a_tracer_that_fails_is_quoted(tracer: Tracer, tmp_path: Path) -> None:
     tracer.failing = 8
     result = simulate("sweep", "m", "--batch-sizes", "4,8", "--budget", "90%", "-o", tmp_path)
     assert result.exit_code == 2
-    assert "batch 8 could not be traced: no such model." in result.stderr
+    assert "batch 4 and 8 could not be traced: no such model." in result.stderr
     tracer.failing = 4
     assert (
         simulate("sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "new").exit_code == 2

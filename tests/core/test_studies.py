@@ -225,7 +225,6 @@ def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> No
             ("mu-two", "save-all", "no plan; lowest peak"),
         ),
         (("pareto", "--points", "4"), ("vega", "certified bound", "one GiB less costs")),
-        (("levers",), ("recompute", "no plan below")),
     ],
 )
 def test_the_pages_hold_the_figures_and_the_front_a_picture(

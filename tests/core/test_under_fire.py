@@ -58,14 +58,14 @@ def doubled(times: int) -> list[object]:
     ids=("huge address", "huge size", "shared nesting", "blocks that do not fill a segment"),
 )
 def test_a_hostile_snapshot_is_refused(hostile: dict[str, object], tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["replay", str(snapshot(tmp_path / "x.pickle", **hostile))])
+    result = CliRunner().invoke(main, ["why", str(snapshot(tmp_path / "x.pickle", **hostile))])
     assert result.exit_code == 2
     assert "damaged" in result.output
 
 
 def test_text_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     path = snapshot(tmp_path / "x.pickle", events=[{**SEGMENT, "\ud800": 1}])
-    result = CliRunner().invoke(main, ["replay", str(path)])
+    result = CliRunner().invoke(main, ["why", str(path)])
     assert result.exit_code == 2
     assert "not a memory snapshot, or damaged" in result.output
 
@@ -87,7 +87,7 @@ def test_a_snapshot_of_two_million_blocks_is_refused_soon(tmp_path: Path) -> Non
         tmp_path / "x.pickle", segments=[{"address": 0, "total_size": 512 * count, "blocks": blocks}]
     )
     began = time.process_time()
-    result = CliRunner().invoke(main, ["replay", str(path)])
+    result = CliRunner().invoke(main, ["why", str(path)])
     assert time.process_time() - began < 2
     assert result.exit_code == 2
     assert "damaged" in result.output
@@ -96,7 +96,7 @@ def test_a_snapshot_of_two_million_blocks_is_refused_soon(tmp_path: Path) -> Non
 def test_endless_settings_are_not_read(tmp_path: Path) -> None:
     text = "roundup_power2_divisions:[" + ",".join(f"{1 << k % 16}:4" for k in range(200_000)) + "]"
     path = snapshot(tmp_path / "x.pickle", settings={"PYTORCH_CUDA_ALLOC_CONF": text, "x": doubled(60)})
-    result = CliRunner().invoke(main, ["replay", str(path), "--json"])
+    result = CliRunner().invoke(main, ["why", str(path), "--json"])
     assert result.exit_code == 0
     assert len(result.output) < 4000
     with pytest.raises(SpecError, match="characters; torch"):

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from executor.cli.main import execute
-from simulator.cli.main import main as simulate
+from simulator.allocator.replay import read_recording, replay
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
@@ -65,12 +65,10 @@ def test_figures_of_a_small_step_are_the_sum_of_its_tensors_and_its_snapshot_is_
 ) -> None:
     snapshot = tmp_path / "snapshot.pickle"
     found = rehearse(step, "h100", iterations=2, snapshot=snapshot)
-    done = CliRunner().invoke(simulate, ["replay", str(snapshot), "--json", "-q"])
-    assert done.exit_code == 0, done.output
-    answer = json.loads(done.stdout)
-    assert answer["reserved_error_bytes"] == 0
-    assert answer["recorded"]["peak_reserved_bytes"] == found.figures.peak_reserved_bytes
-    assert answer["replayed"]["peak_allocated_bytes"] == found.steady.allocated_bytes
+    recording = read_recording(snapshot)
+    again = replay(recording).figures
+    assert recording.peak_reserved_bytes == again.peak_reserved_bytes == found.figures.peak_reserved_bytes
+    assert again.peak_block_bytes == found.steady.allocated_bytes
     weights = 4 * (2 * 1024 * 4096 + 4096 + 1024)
     batch, hidden = 4 * 256 * 1024, 4 * 256 * 4096
     workspace = 32 * MIB
