@@ -109,9 +109,7 @@ def perform(job: Job) -> JobResult:
         step = build(job.device)
         model: Any = step.model
         if job.variant != EAGER:
-            model = apply_plan(
-                model, plan if job.variant == PLAN else replace(plan, actions=(), rewrites=(), ahead_bytes=0)
-            )
+            model = apply_plan(model, plan if job.variant == PLAN else replace(plan, actions=(), rewrites=()))
 
         def run(model: Any) -> bool:
             before = scale_of(step.scaler)

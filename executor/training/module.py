@@ -267,9 +267,6 @@ class Planned:
         kinds = [x.device.type for x in (*leaves, *self.module.parameters()) if isinstance(x, torch.Tensor)]
         now = ambient(kinds[0] if kinds else "cpu")
         self.amp = now.dtype
-        plan = self.compiler.plan
-        if plan is not None and plan.ahead_bytes and not self.planned and kinds and kinds[0] == "cuda":
-            torch.empty(plan.ahead_bytes, dtype=torch.uint8, device="cuda")
 
     def _sketch(self, program: Program) -> dict[str, Any]:
         args, kwargs = self.call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -196,12 +196,6 @@ def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMem
     text = meta.alloc_conf if alloc_conf is None else alloc_conf
     settings = as_in(parse_alloc_conf(text), meta.torch_version)
     return Setting(settings=settings, alloc_conf=text, asked=alloc_conf is not None, device=device)
-
-
-def asking_ahead(setting: Setting, nbytes: int) -> Setting:
-    """Return the same setting, except that so much is asked for in one piece, and given back, before the first step."""
-    settings = setting.settings
-    return setting if settings is None else replace(setting, settings=replace(settings, ahead_bytes=nbytes))
 
 
 GROWING: Final = (

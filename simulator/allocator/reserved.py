@@ -157,8 +157,6 @@ def _play(
         running = phase
 
     allocator.reset_peaks()
-    if first and allocator.settings.ahead_bytes:
-        allocator.free(allocator.malloc(allocator.settings.ahead_bytes))
     for k, (block, size) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
         while phases and phases[-1][1] == k:
             begin(phases.pop()[0])

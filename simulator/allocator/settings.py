@@ -47,8 +47,6 @@ class AllocatorSettings:
     expandable_segments: bool = False
     # Which of equally large free blocks is taken; no option, it goes by the version.
     ties: str = OLDER_SEGMENT
-    # No option either: what a plan asks for in one piece, and gives back at once, before the first step.
-    ahead_bytes: int = 0
 
 
 def parse_alloc_conf(text: str) -> AllocatorSettings:

@@ -12,16 +12,15 @@ from traces.units import KIB, show_bytes
 
 SIZE: Final = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNITS: Final = {"bytes": 1, "KiB": KIB, "MiB": KIB**2, "GiB": KIB**3, "TiB": KIB**4}
-# Of c10/cuda/CUDACachingAllocator.cpp, as torch 2 has it and as torch 1 had it.
+# Of c10/cuda/CUDACachingAllocator.cpp, as torch 2 has it.
 FIGURES: Final = {
-    "asked": (rf"Tried to allocate {SIZE}",),
-    "total": (rf"total capacity of {SIZE}", rf"{SIZE} total capacity"),
-    "free": (rf"of which {SIZE} is free", rf"{SIZE} free"),
-    "process": (rf"this process has {SIZE} memory in use",),
-    "allocated": (rf"{SIZE} is allocated by PyTorch", rf"{SIZE} already allocated"),
-    "unallocated": (rf"{SIZE} is reserved by PyTorch but unallocated",),
-    "reserved": (rf"{SIZE} reserved in total by PyTorch",),
-    "limit": (rf"{SIZE} allowed",),
+    "asked": rf"Tried to allocate {SIZE}",
+    "total": rf"total capacity of {SIZE}",
+    "free": rf"of which {SIZE} is free",
+    "process": rf"this process has {SIZE} memory in use",
+    "allocated": rf"{SIZE} is allocated by PyTorch",
+    "unallocated": rf"{SIZE} is reserved by PyTorch but unallocated",
+    "limit": rf"{SIZE} allowed",
 }
 SCRIPT: Final = re.compile(r'File "([^"]+\.py)", line \d+')
 
@@ -75,13 +74,8 @@ def message_in(text: str, name: str) -> Message:
         raise SpecError(
             f"{name}: torch's words 'Tried to allocate ...' are not there; give the whole message."
         )
-    figures = {}
-    for key, patterns in FIGURES.items():
-        found = next(filter(None, (re.search(p, text[at : at + 2000]) for p in patterns)), None)
-        if found is not None:
-            figures[key] = int(float(found[1]) * UNITS[found[2]])
-    if "reserved" in figures and "allocated" in figures:
-        figures["unallocated"] = max(0, figures["reserved"] - figures["allocated"])
+    said = {key: re.search(pattern, text[at : at + 2000]) for key, pattern in FIGURES.items()}
+    figures = {key: int(float(m[1]) * UNITS[m[2]]) for key, m in said.items() if m is not None}
     files = SCRIPT.findall(text[:at])
     own = [f for f in files if "site-packages" not in f]
     return Message(figures=figures, script=own[0] if own else "")

@@ -16,7 +16,6 @@ from simulator.allocator.device import (
     DeviceFit,
     DeviceMemory,
     Setting,
-    asking_ahead,
     device_memory,
     kind_of,
     setting_of,
@@ -39,7 +38,7 @@ from simulator.core.problem import Problem, Replay, peak_by_category
 from simulator.levers import rewritten_problem
 from simulator.planners import DEFAULT, SAVE_ALL, find, plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
-from simulator.prediction.levers import lower_bound, nothing_in_tiles, plan_with_levers
+from simulator.prediction.levers import lower_bound, plan_with_levers
 from simulator.prediction.step import Prediction, predict, provenance, texts
 from traces.errors import BudgetError, LowtideError, SpecError
 from traces.records.measurement import RunFigures
@@ -282,7 +281,6 @@ class Answer:
             "recomputed_storages": len(c.plan.recomputed),
             "recipes": c.plan.by_recipe,
             **_rewritten(c),
-            **({"ahead_bytes": c.plan.ahead_bytes} if c.plan.ahead_bytes else {}),
             **planned_peaks(c).parts(),
         }
         return {**out, "plan": plan}
@@ -359,8 +357,6 @@ def _planned(a: Answer, say: Say) -> Prediction:
     """The step with the cheapest plan that is found; raises BudgetError: none is within the budget."""
     problem, q, limit, setting = a.asked.problem, a.question, a.budget_bytes, a.asked.setting
     under: dict[Problem, Setting] = {}  # the allocator settings of a step's plan
-    if limit is not None and not q.alone and (why := nothing_in_tiles(problem.trace, q.levers)):
-        say(why)
     limits, made = q.limits.together(), 0
 
     def make(step: Problem) -> Plan:
@@ -384,10 +380,8 @@ def _planned(a: Answer, say: Say) -> Prediction:
 
     plan = make(problem) if limit is None or q.alone else plan_with_levers(problem, limit, q.levers, make)
     step = rewritten_problem(problem, plan.rewrites)
-    setting = under.get(step, setting)
-    ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
-    plan = replace(plan, budget_bytes=limit, budget_of=a.budget_of, ahead_bytes=ahead)
-    return completed(predict(problem, asking_ahead(setting, 0), plan))
+    plan = replace(plan, budget_bytes=limit, budget_of=a.budget_of)
+    return completed(predict(problem, under.get(step, setting), plan))
 
 
 def completed(c: Prediction) -> Prediction:

@@ -89,10 +89,8 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
 
     Counts: of a GPU's trace with the requests of the untouched loop, what the allocator makes of them. Otherwise the
     steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose ops take over
-    no memory. Where the two peaks of allocated bytes differ, the difference is added to allocated bytes and blocks at
-    the peak: of each iteration, and of the phase that has the peak; no other phase is higher, and no iteration lower
-    than the optimizer's; reserved memory is no less than blocks. Ignores: how the difference changes other phases and
-    what is reserved; what only the first iteration allocates besides.
+    no memory. Where the count is more, so much is added to each iteration and to the phase that has the peak; where it
+    is less, nothing is above it. Ignores: how that changes other phases and what is reserved.
     """
     return _peaks(c.trace, untouched_fit(c), untaken(c))
 
@@ -110,21 +108,16 @@ def _peaks(trace: Trace, fit: DeviceFit, replay: Replay) -> LoopPeaks:
     """The peaks of what `fit` is of; `fit.peak_allocated_bytes` is what its highest comes to."""
     found = _on_a_cpu(trace, replay) if fit.reserved is None else _on_a_gpu(fit.reserved)
     peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
-    more = peak - simulated
-    at_end = found.phases.get(OPTIMIZER, RunFigures()).peak_allocated_bytes or 0
 
-    def of_iteration(f: RunFigures) -> RunFigures:
-        # The first may have its peak in the optimizer's step, where the count need not be lower.
-        least = min(at_end, peak) - (f.peak_allocated_bytes or 0)
-        return _raised(f, more if more > 0 else min(0, max(more, least)))
-
-    def of_phase(f: RunFigures) -> RunFigures:
-        n = f.peak_allocated_bytes or 0
-        return _raised(f, more if n == simulated else min(0, peak - n))
+    def moved(f: RunFigures, highest: bool) -> RunFigures:
+        more = (
+            peak - simulated if highest and peak > simulated else min(0, peak - (f.peak_allocated_bytes or 0))
+        )
+        return _raised(f, more)
 
     return LoopPeaks(
-        iterations=tuple(of_iteration(f) for f in found.iterations),
-        phases={phase: of_phase(f) for phase, f in found.phases.items()},
+        iterations=tuple(moved(f, True) for f in found.iterations),
+        phases={p: moved(f, f.peak_allocated_bytes == simulated) for p, f in found.phases.items()},
     )
 
 

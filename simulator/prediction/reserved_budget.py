@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from simulator.allocator.caching import SMALL_SEGMENT_BYTES
-from simulator.allocator.device import Setting, asking_ahead, device_fit
+from simulator.allocator.device import Setting, device_fit
 from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
@@ -24,7 +23,6 @@ SHARES: Final = 4  # of the time, one for each plan as long as there is some lef
 ATTEMPTS: Final = 6  # plans that are made at most for one budget of reserved memory
 STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
 CLOSE: Final = 300  # it falls by 1/300 at least, and is halved no further
-MUCH: Final = 1 << 40  # more than any step takes
 
 
 class Tried(NamedTuple):
@@ -56,37 +54,36 @@ def plan_within_reserved(
     """
     limits = limits.together()
     share = replace(limits, seconds=limits.seconds / SHARES)
-    own = settings[0].settings
-    # Where segments do not grow, one that is large enough does as well.
-    ahead = own is not None and not own.expandable_segments
 
     def judged(budget_bytes: int) -> Tried:
         plan = plan_with(planner, problem, budget_bytes, share)
         found: list[Tried] = []
-        while len(found) < len(settings) + ahead and not (found and found[-1].reserved_bytes <= limit_bytes):
-            k = len(found)
-            setting = settings[k] if k < len(settings) else _ahead(problem, plan, settings[0], limit_bytes)
+        for setting in settings:
             found.append(Tried(plan, _reserved_bytes(problem, plan, setting), setting))
+            if found[-1].reserved_bytes <= limit_bytes:
+                break
         best = min(found, key=lambda t: t.reserved_bytes)
         told = best.setting.alloc_conf or "torch's default settings"
-        told += ", asked for in one piece" * (best.setting not in settings)
         added = plan.predicted["plan"]["overhead_percent"]
         say(f"a plan that adds {added:.2f} % reserves {best.reserved_bytes:,} bytes under {told}")
         return best
 
     tried, why = lower_until_within(judged, limit_bytes, Clock(deadline=limits.until))
-    within = [t for t in tried if t.reserved_bytes <= limit_bytes]
-    if not within:
-        raise _none_within_reserved(limit_bytes, min(tried, key=lambda t: t.reserved_bytes), why)
-    best = min(within, key=lambda t: (t.plan.predicted["plan"]["step_time_ns"], t.reserved_bytes))
-    return best.plan, best.setting
-
-
-def _ahead(problem: Problem, plan: Plan, setting: Setting, limit_bytes: int) -> Setting:
-    """The setting, but that all which the limit leaves beside parameters and small values is asked for ahead."""
-    much = asking_ahead(replace(setting, device=None), MUCH)
-    beside = _reserved_bytes(problem, plan, much) - MUCH
-    return asking_ahead(setting, max(0, limit_bytes - beside) // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES)
+    if within := [t for t in tried if t.reserved_bytes <= limit_bytes]:
+        best = min(within, key=lambda t: (t.plan.predicted["plan"]["step_time_ns"], t.reserved_bytes))
+        return best.plan, best.setting
+    leanest = min(tried, key=lambda t: t.reserved_bytes)
+    below = f" Below that: {why}" if why is not None else ""
+    raise Infeasible(
+        f"no plan was found whose reserved memory stays within {show_bytes(limit_bytes)} ({limit_bytes} bytes): the "
+        f"leanest reserves {show_bytes(leanest.reserved_bytes)} ({leanest.reserved_bytes} bytes). Allow more, try "
+        f"--alloc-conf expandable_segments:True, or use a smaller batch.{below}",
+        {
+            "budget_bytes": limit_bytes,
+            "lowest_peak_bytes": leanest.reserved_bytes,
+            "floor": why.figures.get("floor") if isinstance(why, Infeasible) else None,
+        },
+    )
 
 
 def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:
@@ -135,20 +132,3 @@ def lower_until_within(
         if clock.over and any(t.reserved_bytes <= limit_bytes for t in tried):
             break
     return tried, why
-
-
-def _none_within_reserved(limit_bytes: int, leanest: Tried, error: BudgetError | None) -> Infeasible:
-    why = f" Below that: {error}" if error is not None else ""
-    least_bytes, settings = leanest.reserved_bytes, leanest.setting.settings
-    growing = settings is not None and settings.expandable_segments
-    other = "" if growing else ", try --alloc-conf expandable_segments:True,"
-    return Infeasible(
-        f"no plan was found whose reserved memory stays within {show_bytes(limit_bytes)} ({limit_bytes} bytes): the "
-        f"leanest reserves {show_bytes(least_bytes)} ({least_bytes} bytes). Allow more{other} or use a smaller "
-        f"batch.{why}",
-        {
-            "budget_bytes": limit_bytes,
-            "lowest_peak_bytes": least_bytes,
-            "floor": error.figures.get("floor") if isinstance(error, Infeasible) else None,
-        },
-    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from simulator.allocator.device import CUDA, DeviceFit, Setting, asking_ahead, device_fit, kind_of, setting_of
+from simulator.allocator.device import CUDA, DeviceFit, Setting, device_fit, kind_of, setting_of
 from simulator.allocator.requests import untouched_requests
 from simulator.core.problem import Problem, Replay, run
 from simulator.levers import rewritten_problem
@@ -44,28 +44,21 @@ class Prediction:
     @property
     def saved_fit(self) -> DeviceFit:
         """Return what the step needs of the device with everything saved."""
-        return self._fit(self.problem, (), self.saved, self.setting)
+        return self._fit(self.problem, (), self.saved)
 
     @property
     def planned_fit(self) -> DeviceFit:
-        return self._fit(self.step, self.plan.actions, self.planned, self.planned_setting)
+        return self._fit(self.step, self.plan.actions, self.planned)
 
     @property
     def step(self) -> Problem:
         """The step as the plan's rewrites change it, which its actions are of."""
         return rewritten_problem(self.problem, self.plan.rewrites)
 
-    def _fit(
-        self, problem: Problem, actions: tuple[Action, ...], replay: Replay, setting: Setting
-    ) -> DeviceFit:
+    def _fit(self, problem: Problem, actions: tuple[Action, ...], replay: Replay) -> DeviceFit:
         if replay == self.saved:
             actions = ()
-        return problem.once(("fit", setting, actions), lambda p: device_fit(p, replay, setting))
-
-    @property
-    def planned_setting(self) -> Setting:
-        """Under which the planned step runs: what the plan asks for ahead is asked for."""
-        return asking_ahead(self.setting, self.plan.ahead_bytes)
+        return problem.once(("fit", self.setting, actions), lambda p: device_fit(p, replay, self.setting))
 
     @property
     def saved_figures(self) -> RunFigures:
@@ -231,8 +224,6 @@ SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "allocator-settings": (
         ("", "The plan keeps to its budget where PYTORCH_ALLOC_CONF is {subject} before CUDA starts, which `execute` "
          "sees to; under torch's default settings it reserves {default_bytes}."),
-        ("expandable", "Expandable segments need a platform on which torch can map memory, which Windows is not: there "
-         "it warns and goes on without them."),
     ),
     "retries": (
         ("", "With {subject}, the step fits the device only by giving all cached memory back {retries} times a step, "
@@ -298,8 +289,7 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
 def _of_the_allocator(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     settings, plain, conf = c.setting.settings, c.planned_fit.by_default, c.setting.alloc_conf
     if c.plan.budget_of == RESERVED and settings is not None and plain is not None and conf:
-        growing = int(settings.expandable_segments)
-        yield "allocator-settings", conf, {"default_bytes": plain.peak_reserved_bytes, "expandable": growing}
+        yield "allocator-settings", conf, {"default_bytes": plain.peak_reserved_bytes}
     fits = {"everything saved": c.saved_fit, "the plan": c.planned_fit}
     for way, fit in list(fits.items())[: 1 if c.planned_fit is c.saved_fit else 2]:
         if fit.reserved is not None and not fit.reserved.steady:

@@ -148,9 +148,6 @@ def _reserved(c: Prediction) -> list[tuple[str, str]]:
         lines.append(("", f"{peaks} with {conf or 'no settings'}; without: {plain}, so it changes {change}"))
     elif conf:
         lines.append(("", f"with {conf}, as recorded"))
-    if c.plan.ahead_bytes:
-        ahead = show_bytes(c.plan.ahead_bytes)
-        lines.append(("", f"{ahead} of it in one piece, asked for by `apply_plan` before all steps"))
     return lines
 
 

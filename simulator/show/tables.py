@@ -155,21 +155,20 @@ def figures_table(
     runs: Sequence[tuple[Any, ...]],
     *more: tuple[str, str, Callable[[Any], Any]],
     title: str = "",
-    kind: str = "bytes",
 ) -> Table:
     """A row for each way to run the step: its name, and its RunFigures. What nobody knows is left out.
 
     Args:
         more: further columns.
-        title: of the names; kind: how bytes are shown.
+        title: of the names.
     """
     return table(
         runs,
         (
             (title, "", lambda run: run[0]),
-            ("peak allocated", kind, lambda run: run[1].peak_allocated_bytes),
-            ("in blocks", kind, lambda run: run[1].peak_block_bytes),
-            ("peak reserved", kind, lambda run: run[1].peak_reserved_bytes),
+            ("peak allocated", "bytes", lambda run: run[1].peak_allocated_bytes),
+            ("in blocks", "bytes", lambda run: run[1].peak_block_bytes),
+            ("peak reserved", "bytes", lambda run: run[1].peak_reserved_bytes),
             ("step time", "time", lambda run: run[1].step_time_ns),
             *more,
         ),

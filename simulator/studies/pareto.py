@@ -37,7 +37,7 @@ from traces.units import GIB, show_bytes, show_percent, show_time
 KEYS: Final = (
     *("budget_bytes", "feasible", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
     *("overhead_percent", "recomputed_ops", "fits", "made_for_bytes", "bound_overhead_percent", "gap_points"),
-    *("price_ns_per_gib", "bound_price_ns_per_gib", "solve_seconds", "message"),
+    *("price_ns_per_gib", "solve_seconds", "message"),
 )  # fmt: skip
 
 
@@ -106,7 +106,6 @@ def _row(answer: Answer, pick: Answer | None, bound: Bound) -> Row:
         }
     if bound.feasible:
         given["bound_overhead_percent"] = bound.overhead_percent
-        given["bound_price_ns_per_gib"] = round(bound.price_ns * GIB / bound.price_bytes)
     return row_of(answer, pick, **given)
 
 
@@ -145,7 +144,6 @@ def _front(
         short=f"{meta.model}, batch {meta.batch_size}: {len(rows)} budgets by {planner}, {reach}, floor "
         f"{show_bytes(floor_bytes)}; grey: the certified bound",
         table=_table(rows, kept.timeline.step_time_ns, setting.device.name if setting.device else "device"),
-        aside=("by the bound",),
         curves={"certified bound": least, "plan": added},
         plans=plans,
     )
@@ -170,13 +168,11 @@ def _table(rows: Sequence[Row], base_ns: int, device: str) -> Table:
             ("of the peak", "share", lambda row: 100 * row.budget_bytes / most if most else None),
             *("peak_allocated_bytes", "overhead_percent", "bound_overhead_percent", "gap_points"),
             ("one GiB less costs", NUMBER, price),
-            "bound_price_ns_per_gib",
             (device, "", lambda row: fits[row.fits]),
             ("", "", lambda row: yes("met") if row.feasible else no("no plan")),
         ),
         caption="One GiB less: the added time from this budget to the next smaller one in the table, for each GiB "
-        "between them; by the bound: what the last byte costs at this budget at the instant that decides it. Without a "
-        "bound no plan can fit.",
+        "between them. Without a bound no plan can fit.",
     ).known()
 
 

@@ -28,7 +28,6 @@ COLUMNS: Final = {
     "bound_overhead_percent": ("bound", "percent"),
     "gap_points": ("gap, points", "points"),
     "recomputed_ops": ("ops run again", "count"),
-    "bound_price_ns_per_gib": ("by the bound", "time"),
 }
 
 
@@ -51,9 +50,7 @@ class Row:
     message: str = ""  # why there is no plan
     made_for_bytes: int | None = None  # the budget that the plan was made for: this one or a smaller
     bound_overhead_percent: float | None = None  # certified; None: no plan can fit
-    # Time that one GiB less costs here: by the plans up to the next smaller budget, and by the bound at this one.
-    price_ns_per_gib: int | None = None
-    bound_price_ns_per_gib: int | None = None
+    price_ns_per_gib: int | None = None  # time that one GiB less costs, up to the next smaller budget
 
 
 def row_of(a: Answer, plan: Answer | None = None, **more: Any) -> Row:

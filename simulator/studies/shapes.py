@@ -188,7 +188,7 @@ def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps
     rng = random.Random(seed)
     order = [rng.choice(asked) for _ in range(STEPS - 1)]
     order.insert(rng.randrange(STEPS), largest)
-    device, reserved = c.setting.device, partial(reserved_over, settings=c.planned_setting.settings)
+    device, reserved = c.setting.device, partial(reserved_over, settings=c.setting.settings)
     steps, told = reserved(order, largest.residents), ""
     if device is not None:
         try:

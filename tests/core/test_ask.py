@@ -82,7 +82,7 @@ def test_what_holds_of_every_answer(
         assert replay.timeline.peak_allocated_bytes == figures.peak_allocated_bytes
         assert replay.timeline.step_time_ns == figures.step_time_ns
         if of.meta.device == "cuda":
-            settings = replace(parse_alloc_conf(plan.meta.alloc_conf), ahead_bytes=plan.ahead_bytes)
+            settings = parse_alloc_conf(plan.meta.alloc_conf)
             reserved = reserved_peak(Problem(of), replay.schedule, settings).peak_reserved_bytes
             assert reserved == figures.peak_reserved_bytes
             assert any("CUDA build of torch" in text for text in data["warnings"])

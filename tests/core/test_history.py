@@ -421,9 +421,6 @@ def test_torchs_message_is_taken_apart() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        # torch 1: reserved less allocated is what is free in torch's hands.
-        ("Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity; 9.58 GiB already allocated; 10.44 MiB free; "
-         "9.77 GiB reserved in total by PyTorch)", "194.56 MiB are reserved by torch and free. Fragmentation"),
         ("Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 23.99 GiB of which 52.00 MiB is free. Of the "
          "allocated memory 23.44 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
          "It lacks 248.00 MiB"),

@@ -28,7 +28,6 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.kernels import now
 from simulator.planners import plan_with
-from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.prediction import reserved_budget
 from simulator.prediction.ask import ask, question
@@ -100,26 +99,6 @@ def test_optimizer_state_comes_into_the_holes_of_the_first_iteration() -> None:
     assert figures.steady
     # In the first iteration w, x and g are there at once; afterwards m as well.
     assert [i.peak_requested_bytes for i in figures.iterations] == [38 * MIB, 54 * MIB, 54 * MIB]
-
-
-def test_one_piece_ahead_has_room_for_state_and_activations(tmp_path: Path) -> None:
-    # Of 34 asked for ahead x takes 30 and g the rest, so that m fits behind w: 54 are reserved, which is all that is
-    # there at once, where torch by default reserves 80. No recomputation can change that.
-    of = on_gpu(with_state(16 * MIB))
-    with pytest.raises(Infeasible):
-        api.plan(of, 53 * MIB, budget_of=RESERVED, alloc_conf="")
-    plan = api.plan(of, 55 * MIB, budget_of=RESERVED, alloc_conf="")
-    assert (plan.ahead_bytes, plan.actions) == (34 * MIB, ())
-    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
-    found = api.simulate(of, plan)
-    assert (
-        found.planned_figures.peak_reserved_bytes == plan.predicted["plan"]["peak_reserved_bytes"] == 54 * MIB
-    )
-    assert found.saved_figures.peak_reserved_bytes == 80 * MIB
-    # Where segments grow, nothing is asked for ahead.
-    assert not api.plan(of, 70 * MIB, budget_of=RESERVED, alloc_conf="expandable_segments:True").ahead_bytes
-    with pytest.raises(ValueError, match="ahead_bytes"):
-        replace(plan, ahead_bytes=-1)
 
 
 def test_simulation_ends_when_nothing_new_is_asked_for() -> None:

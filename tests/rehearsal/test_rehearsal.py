@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 from executor.cli.main import execute
 from simulator.allocator.replay import read_recording, replay
-from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
 from tracer import trace
@@ -380,25 +379,6 @@ def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None
     (tmp_path / "net.py").write_text(STEP.replace("return self.b(F.relu(self.a(x)))", deep))
     found = trace(f"{tmp_path / 'net.py'}:build", target="h100", batch_size=2048)
     run_by_plan(api.plan(found, "85%", seconds=1), tmp_path, "--batch-size", "2048")
-
-
-@pytest.mark.slow
-def test_a_step_that_keeps_a_budget_of_reserved_memory_by_ops_that_run_ahead_runs_there(
-    tmp_path: Path,
-) -> None:
-    found = trace("resnet18", batch_size=32, image_size=96, target="h100")
-    sizes = ("--batch-size", "32", "--image-size", "96")
-    run_by_plan(api.plan(found, "85%"), tmp_path, *sizes)
-    untouched = rehearse("resnet18", "h100", options={"batch_size": 32, "image_size": 96}).steady
-    # Torch 2.11 holds cuBLAS's workspaces between calls, so no share of the peak is a budget for every release: half
-    # of the way from the lowest peak to what the untouched step reserves.
-    with pytest.raises(Infeasible) as refused:
-        api.plan(found, 1)
-    lowest = refused.value.figures["lowest_peak_bytes"]
-    budget = lowest + (untouched.reserved_bytes - lowest) // 2
-    ahead = api.plan(found, budget, budget_of="reserved", alloc_conf="")
-    assert ahead.ahead_bytes
-    assert run_by_plan(ahead, tmp_path, *sizes) <= budget
 
 
 def test_kernels_are_of_the_capability_that_torch_was_compiled_for(tmp_path: Path) -> None:

@@ -88,9 +88,6 @@ class Plan(JsonRecord):
     planner: str = ""
     budget_bytes: int | None = None
     budget_of: str = ALLOCATED  # or RESERVED
-    # Asked of CUDA's allocator in one piece, and given back, before the first step: values of all sizes then share one
-    # segment, where torch by default has one of its own size for each large value.
-    ahead_bytes: int = 0
     exactness: str = EXACT  # one of EXACTNESS
     predicted: Mapping[str, Any] = field(default_factory=dict)
     seal: str = ""  # a digest of the actions and the figures that they gave; "": none was made
@@ -98,8 +95,6 @@ class Plan(JsonRecord):
     def __post_init__(self) -> None:
         if self.budget_of not in (ALLOCATED, RESERVED):
             raise ValueError(f"budget_of is {self.budget_of!r} and should be {ALLOCATED} or {RESERVED}")
-        if self.ahead_bytes < 0:
-            raise ValueError(f"ahead_bytes is {self.ahead_bytes} and should not be negative")
         warnings = self.predicted.get("warnings", [])
         if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
             raise ValueError("predicted.warnings should be a list of texts")
@@ -145,7 +140,6 @@ class Plan(JsonRecord):
             "planner": self.planner,
             "budget_bytes": self.budget_bytes,
             "budget_of": self.budget_of,
-            **({"ahead_bytes": self.ahead_bytes} if self.ahead_bytes else {}),
             "exactness": self.exactness,
             "predicted": dict(self.predicted),
             "seal": self.seal,
@@ -172,7 +166,7 @@ class Plan(JsonRecord):
         parts: list[Any] = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, actions]
         # What most plans do not have is left out, so that their digests are as they always were.
         exactness = [self.exactness, None] if self.exactness != EXACT else []
-        parts += [x for x in (rewrites, self.ahead_bytes, exactness) if x]
+        parts += [x for x in (rewrites, exactness) if x]
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod
