@@ -42,7 +42,13 @@ BUDGET = click.option(
 @click.option("-v", "--verbose", is_flag=True, help="Tell what lives at the peak, too.")
 @output_options
 def plan_command(
-    trace_name: str, words: Words, shapes: str | None, output: Path | None, force: bool, verbose: bool, out: Output
+    trace_name: str,
+    words: Words,
+    shapes: str | None,
+    output: Path | None,
+    force: bool,
+    verbose: bool,
+    out: Output,
 ) -> None:
     """Simulate TRACE, and find the cheapest plan within a budget."""
     from simulator.prediction.ask import ask, problem_of, question
