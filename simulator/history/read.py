@@ -105,10 +105,10 @@ def of_prediction(c: Prediction, name: str) -> History:
         peak_bytes=peak,
         where=where(trace, op) if at >= 0 else "",
         parts=parts_of((category, module, _of_layers(line, module), n) for category, module, line, n in told),
-        reserved_bytes=reserved and reserved.peak_reserved_bytes,
-        most_reserved_bytes=reserved and reserved.highest_reserved_bytes,
-        outside_bytes=device and device.context_bytes + device.reserve_bytes,
-        device_bytes=device and device.memory_bytes,
+        reserved_bytes=None if reserved is None else reserved.peak_reserved_bytes,
+        most_reserved_bytes=None if reserved is None else reserved.highest_reserved_bytes,
+        outside_bytes=None if device is None else device.context_bytes + device.reserve_bytes,
+        device_bytes=None if device is None else device.memory_bytes,
     )
 
 

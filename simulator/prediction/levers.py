@@ -24,7 +24,7 @@ from simulator.levers.edit import Ladder
 from simulator.planners.outcome import Infeasible, percent
 from traces.errors import SpecError
 from traces.records.plan import APPROXIMATE, ERRORS_COMMAND, FP, Plan, Rewrite
-from traces.records.trace import MOST, Trace
+from traces.records.trace import MOST
 from traces.units import show_bytes
 
 Rewrites = tuple[Rewrite, ...]
@@ -78,11 +78,6 @@ def error_of(rewrites: Iterable[Rewrite], levers: Levers) -> float:
     """The error of the gradient that rewrites make together, as it was measured of their parts."""
     lossy = [r for r in rewrites if LEVERS[r.kind].exactness == APPROXIMATE]
     return levers.errors.of(lossy) if levers.errors is not None and lossy else 0.0
-
-
-def floor_of(problem: Problem, rewrites: Rewrites) -> int:
-    """A peak that no plan of the step so changed can go below."""
-    return bounder_of(draft_problem(problem, rewrites)).floor.peak_bytes
 
 
 def _measured(levers: Levers) -> tuple[str, ...]:
@@ -203,7 +198,7 @@ def plan_with_levers(
             best = _of(problem, made, step.rewrites, levers)
     if best is None:
         assert refusal is not None
-        raise Infeasible(f"{refusal} {_helpful(problem, levers)}".strip(), refusal.figures)
+        raise Infeasible(f"{refusal} {_helpful(problem, budget_bytes, levers)}".strip(), refusal.figures)
     return best
 
 
@@ -251,22 +246,20 @@ def _of(problem: Problem, plan: Plan, rewrites: Rewrites, levers: Levers) -> Pla
     return replace(plan, meta=meta, rewrites=named, exactness=exactness_of(named))
 
 
-def _helpful(problem: Problem, levers: Levers) -> str:
-    """In words, the rewrites that would lower the floor most, if they are not allowed; or why there are none."""
-    could = Levers(allow="approximate", kinds=UNASKED)
-    best = climb(ladders(problem, could), lambda rs: -floor_of(problem, rs))
+def _helpful(problem: Problem, budget_bytes: int, levers: Levers) -> str:
+    """In words, the rewrites that would help most, if they are not allowed; or why there is nothing in tiles."""
+    best = changed_steps(problem, budget_bytes, Levers(allow="approximate", kinds=UNASKED))[0]
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
-    if allowed.issuperset(best):
-        return nothing_in_tiles(problem.trace, levers)
-    word = next(word for word, exactness in ALLOW.items() if exactness == exactness_of(best))
-    lower = show_bytes(floor_of(problem, best))
-    kinds = ", ".join(dict.fromkeys(r.kind for r in best if r not in allowed))
-    return f"With --allow {word} the lever {kinds} lowers what no plan can go below to {lower}."
-
-
-def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
-    """In words, why a step has nothing that could run in tiles, if tiles are allowed; "": it has, or they are not."""
-    if trace.meta.stretches or not levers.allows(FP) or "tile" not in (levers.kinds or UNASKED):
+    if lacking := [r for r in best.rewrites if r not in allowed]:
+        word = next(word for word, exactness in ALLOW.items() if exactness == exactness_of(best.rewrites))
+        lower, kinds = (
+            bounder_of(best.problem).floor.peak_bytes,
+            ", ".join(dict.fromkeys(r.kind for r in lacking)),
+        )
+        return (
+            f"With --allow {word} the lever {kinds} lowers what no plan can go below to {show_bytes(lower)}."
+        )
+    if problem.trace.meta.stretches or not levers.allows(FP) or "tile" not in (levers.kinds or UNASKED):
         return ""
     return (
         "The trace names nothing that could run in tiles. Where you expect something: an older trace does not say it, "

@@ -55,8 +55,6 @@ class RandomSteps(NamedTuple):
 
     steps: int
     peak_reserved_bytes: int
-    alone_bytes: int  # of the worst shape, step after step
-    flat_from: int  # after so many steps nothing more is reserved
     out_of_memory: str  # why the device that was named is too small; "": it is not, or none was
 
 
@@ -121,10 +119,9 @@ class OverShapes:
             shown = "; ".join([*(in_words(p.sizes) for p in peaks[:4]), *(["..."] if len(peaks) > 4 else [])])
             lines += [f"        {len(peaks)} {what}: {shown}"] if peaks else []
         if r is not None:
+            why = f"; {r.out_of_memory}" if r.out_of_memory else ""
             lines.append(
-                f"        {r.steps} steps of random shapes reserve {show_bytes(r.peak_reserved_bytes)} (the largest "
-                f"alone {show_bytes(r.alone_bytes)}), nothing more after step {r.flat_from}"
-                + (f"; {r.out_of_memory}" if r.out_of_memory else "")
+                f"        {r.steps} steps of random shapes reserve {show_bytes(r.peak_reserved_bytes)}{why}"
             )
         return lines
 
@@ -198,8 +195,6 @@ def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps
     return RandomSteps(
         steps=STEPS,
         peak_reserved_bytes=max(f.peak_reserved_bytes for f in steps),
-        alone_bytes=reserved([largest] * 3, largest.residents)[-1].peak_reserved_bytes,
-        flat_from=[f.reserved_bytes for f in steps].index(steps[-1].reserved_bytes) + 1,
         out_of_memory=told,
     )
 
