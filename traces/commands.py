@@ -161,21 +161,13 @@ class ReportFile(OutputFile):
     """A page that is written in the end. Whether the packages are here that it needs is found out before the work."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        missing = [package for module, package in PAGE_NEEDS.items() if not _installed(module)]
+        missing = [package for module, package in PAGE_NEEDS.items() if find_spec(module) is None]
         if missing:
             raise EnvironmentProblem(
                 f"--report {value}: a report needs {' and '.join(missing)}, not installed here; nothing was run. "
                 f"Install with `pip install {' '.join(missing)}`, or leave --report out."
             )
         return super().convert(value, param, ctx)
-
-
-def _installed(module: str) -> bool:
-    """Return whether a module can be found; it is not loaded."""
-    try:
-        return find_spec(module) is not None
-    except ImportError:  # from a finder that refuses it
-        return False
 
 
 def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:

@@ -67,7 +67,7 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
     """Show what each GiB costs, over the whole range of budgets.
 
     Budgets lie evenly between the floor, below which no plan can go, and the peak with everything saved. A larger
-    budget never has a slower plan. --seconds is for the whole front.
+    budget never has a slower plan. --seconds is for the whole front, about.
     """
     from simulator.studies.pareto import pareto
 

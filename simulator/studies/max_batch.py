@@ -210,12 +210,12 @@ class _Search:
         while True:
             self.trace(n, n + self.step)
             if n > low and not fits(n):
-                high = n
+                high, begin = n, n - self.step
             elif n + self.step >= high or not fits(n + self.step):
                 return n
             else:
-                low = n + self.step
-            n = self.reckoned(fits, low, high, n)
+                low, begin = n + self.step, n + 2 * self.step
+            n = self.reckoned(fits, low, high, begin)
 
 
 def max_batch(

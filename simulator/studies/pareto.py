@@ -54,14 +54,13 @@ def pareto(
 
     Args:
         points: number of budgets (at least 2), evenly from the floor to the peak with everything saved.
-        device, name, words: as for `compare`; `seconds` is for the whole front.
+        device, name, words: as for `compare`; `seconds` is for the whole front, about.
 
     Returns:
         a row for each budget with the cheapest plan, the certified bound and the price of a GiB; and the `plans`.
 
-    Most budgets are easy, so each plan may take twice an equal share of the time as long as there is some: the same for
-    each, so that equal seeds make equal fronts. Budgets that the time does not reach are left out, every second one
-    first; the two ends are always there.
+    Most budgets are easy, so each plan may take twice an equal share of the time: the same for each, so that equal
+    seeds make equal fronts.
 
     Raises:
         SpecError: no such planner or device, or the planner cannot plan this trace at all.
@@ -74,19 +73,11 @@ def pareto(
     least, most = bounder_of(problem).floor.peak_bytes, problem.saved.timeline.peak_allocated_bytes
     asks = replace(asks, budget=most, budget_of=ALLOCATED)
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
-    limits = asks.limits.together()
-    clock = limits.clock()
+    share = replace(asks.limits, seconds=2 * asks.limits.seconds / len(budgets))
     made: dict[int, Answer] = {}
-    # The ends first, then ever finer between them: should the time run out, the front is coarse and not cut off.
-    for k, budget in enumerate(_coarse_to_fine(budgets)):
-        if k > 1 and clock.over:
-            done = f"{k} of {len(budgets)} budgets were planned in {limits.seconds:g} s"
-            progress(f"{done}; the others are left out")
-            break
-        progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
-        share = replace(limits, seconds=2 * limits.seconds / len(budgets))
-        one = replace(asks, budget=budget, limits=share)
-        made[budget] = ask(problem, one, refusals=(Infeasible,))
+    for k, budget in enumerate(budgets, 1):
+        progress(f"budget {k} of {len(budgets)}: {budget} bytes")
+        made[budget] = ask(problem, replace(asks, budget=budget, limits=share), refusals=(Infeasible,))
     picks = cheapest(made)
     rows = list(map(_row, (made[b] for b in sorted(made)), picks, bound_curve(problem, made)))
     plans = tuple(None if pick is None else pick.planned.plan for pick in picks)
@@ -174,16 +165,6 @@ def _table(rows: Sequence[Row], base_ns: int, device: str) -> Table:
         caption="One GiB less: the added time from this budget to the next smaller one in the table, for each GiB "
         "between them. Without a bound no plan can fit.",
     ).known()
-
-
-def _coarse_to_fine(budgets: Sequence[int]) -> list[int]:
-    """The largest and the smallest, then the middle, the middles of the halves, and so on."""
-    out, gaps = [budgets[-1], budgets[0]], [(0, len(budgets) - 1)]
-    while gaps:
-        middles = [(low, (low + high) // 2, high) for low, high in gaps if high - low > 1]
-        out += [budgets[middle] for _, middle, _ in reversed(middles)]
-        gaps = [gap for low, middle, high in middles for gap in ((low, middle), (middle, high))]
-    return list(dict.fromkeys(out))
 
 
 def cheapest(made: dict[int, Answer]) -> list[Answer | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,31 +85,6 @@ def test_a_page_that_cannot_be_made_is_named_before_the_work(tmp_path: Path) -> 
     result = call(execute, "run", NOTHING, "-o", tmp_path / "file" / "measurement.json")
     assert NOTHING not in result.stderr
     assert "is not a directory" in result.stderr
-
-
-def test_where_an_import_is_refused_nothing_is_run(tmp_path: Path) -> None:
-    """In a process whose finders refuse the packages, as a machine's might that never had them."""
-    code = (
-        "import sys\n"
-        "class Refusing:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('altair', 'vl_convert'):\n"
-        "            raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Refusing())\n"
-        "from executor.cli.main import execute as main\n"
-        f"sys.argv = ['execute', {NOTHING!r}, '--report', 'page.html']\n"
-        "main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("Error: --report page.html: a report needs altair and vl-convert-python")
 
 
 def test_what_was_measured_is_printed_though_the_page_fails(

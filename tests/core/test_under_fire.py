@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from simulator.allocator.replay import read_recording
 from simulator.allocator.settings import MAX_TEXT, parse_alloc_conf
 from simulator.cli.main import main
-from simulator.studies.pareto import _coarse_to_fine
 from tests import tiny
 from traces.commands import echo
 from traces.errors import PlanError, SpecError, TraceError
@@ -171,32 +170,3 @@ def test_a_killed_command_ends_its_workers(tmp_path: Path) -> None:
         time.sleep(0.02)
     os.kill(worker, signal.SIGKILL)
     pytest.fail("the worker outlived the command")
-
-
-def test_budgets_are_asked_from_coarse_to_fine() -> None:
-    assert _coarse_to_fine(list(range(9))) == [8, 0, 4, 6, 2, 7, 5, 3, 1]
-    assert _coarse_to_fine([3]) == [3]
-    for n in range(1, 40):
-        assert sorted(_coarse_to_fine(list(range(n)))) == list(range(n))
-
-
-def test_points_obey_seconds() -> None:
-    words = [
-        "pareto",
-        "resnet152-cpu/trace-b4",
-        "--points",
-        "400",
-        "--seconds",
-        "0.2",
-        "--planner",
-        "recompute-all",
-    ]
-    result = CliRunner().invoke(main, [*words, "--json"])
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert 2 <= len(answer["points"]) < 400
-    assert "the others are left out" in result.stderr
-    budgets = [p["budget_bytes"] for p in answer["points"]]
-    assert budgets == sorted(budgets)
-    assert budgets[0] == answer["floor_bytes"]
-    assert budgets[-1] == answer["baseline"]["peak_allocated_bytes"]
