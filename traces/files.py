@@ -143,10 +143,11 @@ class Form:
     version: int
     advice: str  # what to do about a file that is none, without its full stop
     error: type[LowtideError]
+    version_key: str = ""  # without one: `plan_version`
 
     @property
     def key(self) -> str:
-        return f"{self.name.replace('-', '_')}_version"
+        return self.version_key or f"{self.name}_version"
 
 
 class JsonRecord:

@@ -16,7 +16,6 @@ from simulator.levers.edit import Editing
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import levers
-from simulator.prediction.ask import Question, ask
 from simulator.prediction.levers import (
     Changed,
     changed_steps,
@@ -239,11 +238,6 @@ def test_a_trace_without_stretches_says_what_to_do() -> None:
     with pytest.raises(Infeasible) as refused:
         planned(older, 500, "bit")
     assert "trace again" not in str(refused.value)
-    said: list[str] = []
-    levers = Levers(allow="fp")
-    made = ask(Problem(older), Question(budget=900, limits=SECONDS, levers=levers), say=said.append)
-    assert made.planned.plan.rewrites == ()
-    assert any("so trace again" in line for line in said)
 
 
 def test_the_bound_is_that_of_the_cheapest_way() -> None:
