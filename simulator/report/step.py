@@ -67,7 +67,6 @@ def write_study(path: str | Path, found: Study[Any]) -> Path:
 def simulation_sections(c: Prediction) -> tuple[Section, ...]:
     return (
         Section("What holds the memory at the peak", peak_blocks(c)),
-        Section("What is recomputed, and at what cost", recompute_blocks(c)),
         Section("Static analysis of activations", activation_blocks(c.step, c.plan)),
         Section("Model and trace", (metadata(c.trace),)),
     )
@@ -234,67 +233,6 @@ def holders(trace: Trace, replay: Replay, caption: str = "", most: int = HOLDERS
         ),
         total=(f"{len(shown)} of {len(there):,} storages", "", "", "", "", sum(sts.nbytes[s] for s in shown)),
         caption=caption,
-    )
-
-
-# What is recomputed
-
-
-class Recomputation(NamedTuple):
-    """One op that a schedule runs again, and what this costs."""
-
-    op: int
-    nbytes: int  # of what it rebuilds, once
-    times: int
-    time_ns: int  # all runs together
-
-
-def recomputations(trace: Trace, replay: Replay) -> tuple[Recomputation, ...]:
-    """Every op that runs again and takes time, the costliest first; the times sum to the overhead."""
-    schedule, timeline = replay.schedule, replay.timeline
-    steps: dict[int, list[int]] = {}
-    for step, (op, again) in enumerate(zip(schedule.op, schedule.recompute, strict=True)):
-        if again and (timeline.duration_ns[step] or schedule.binds[step]):
-            steps.setdefault(op, []).append(step)
-
-    found = []
-    for op, at in steps.items():
-        nbytes = sum(trace.storages.nbytes[s] for s in {s for step in at for s in schedule.binds[step]})
-        found.append(Recomputation(op, nbytes, len(at), sum(timeline.duration_ns[step] for step in at)))
-    return tuple(sorted(found, key=lambda r: (-r.time_ns, r.op)))
-
-
-def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
-    trace, ops = c.step.trace, c.step.trace.ops
-    found = recomputations(trace, c.planned)
-    if not found:
-        return (Text("The plan recomputes nothing."),)
-    total_ns = sum(r.time_ns for r in found)
-    evicted = sum(trace.storages.nbytes[s] for s in c.plan.recomputed)
-    return (
-        Text(
-            f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are recomputed, by {len(found):,} ops that "
-            f"together take {show_time(total_ns)}; some of these run only because others need their output."
-        ),
-        table(
-            found[:LONGEST_TABLE],
-            (
-                ("op", CODE, lambda r: ops.name[r.op]),
-                ("module", CODE, lambda r: ops.module[r.op]),
-                ("rebuilt", "bytes", lambda r: r.nbytes),
-                ("runs again", "count", lambda r: r.times),
-                ("time", "time", lambda r: r.time_ns),
-                ("share of overhead", "share", lambda r: 100.0 * r.time_ns / max(1, total_ns)),
-            ),
-            total=(
-                f"all {len(found):,} ops",
-                "",
-                *map(sum, list(zip(*found, strict=True))[1:3]),
-                total_ns,
-                100.0,
-            ),
-            caption="Ops that run again, the costliest first",
-        ),
     )
 
 

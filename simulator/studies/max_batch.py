@@ -193,10 +193,10 @@ class _Search:
         c.plan.save(self.model.directory / path)
         return replace(probe, plan_path=path)
 
-    def reckoned(self, fits: Callable[[int], bool], low: int, high: int, n: int) -> int:
-        """The largest batch size that fits while the next does not, looked for from `n` on; `low` fits, or is 0, and
-        `high` does not."""
-        stride = self.step
+    def reckoned(self, fits: Callable[[int], bool], low: int, high: int, n: int, stride: int = 1) -> int:
+        """The largest batch size that fits while the next does not, looked for from `n` on in growing strides; `low`
+        fits, or is 0, and `high` does not."""
+        stride = -(-stride // self.step) * self.step
         while high - low > self.step:
             if not low < n < high:
                 n = max(low + self.step, (low + high) // 2 // self.step * self.step)
@@ -274,8 +274,10 @@ def max_batch(
     )
     first = min(top, -(-FIRST // step) * step)
     search.trace(first, min(top, STRIDE * first))
-    without = search.reckoned(search.without, 0, top + step, STRIDE * first)
-    with_plan = search.reckoned(search.plan, without, top + step, 2 * without)
+    without = search.reckoned(search.without, 0, top + step, STRIDE * first, first)
+    with_plan = search.reckoned(
+        search.plan, without, top + step, 2 * max(first, without), max(first, without // 2)
+    )
     if not batch_sizes:
         search.sooner = 1
         progress(f"by the line through two traces, batch {without} fits, and with a plan batch {with_plan}")

@@ -25,7 +25,7 @@ from simulator.prediction.ask import Answer, Question
 from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
 from simulator.report.page import Chart, Page, Section, Text, render
-from simulator.report.step import activations, at_peak, recomputations
+from simulator.report.step import activations, at_peak
 from simulator.show.tables import Cell, Table
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
@@ -220,13 +220,6 @@ def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
     assert f'<td>peak</td><td class="n">{show_bytes(c.saved.timeline.peak_allocated_bytes)}</td>' in page
 
 
-def test_recomputations_sum_to_the_overhead() -> None:
-    trace = tiny.chain(12, size=8, time_ns=10)
-    c = predicted(trace, planned(trace, 3, 4, 5, 9), None)
-    found = recomputations(trace, c.planned)
-    assert sum(r.time_ns for r in found) == c.planned.timeline.step_time_ns - c.saved.timeline.step_time_ns
-
-
 def test_what_runs_only_for_others_counts() -> None:
     # a is not read by backward, so rebuilding b runs a's op as well.
     ops = [
@@ -239,9 +232,6 @@ def test_what_runs_only_for_others_counts() -> None:
     (row,) = activations(Problem(trace))
     assert (row.storage, row.recompute_ns) == (2, 3 + 5)
     assert row.idle_ns == 1  # op 2 runs between b's end and op 3
-    c = predicted(trace, planned(trace, 2), None)
-    found = recomputations(trace, c.planned)
-    assert [(r.op, r.times, r.time_ns, r.nbytes) for r in found] == [(1, 1, 5, 8), (0, 1, 3, 8)]
 
 
 def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
