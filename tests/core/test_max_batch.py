@@ -88,8 +88,7 @@ def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     assert fits[found.without_plan]
     assert not fits[found.without_plan + 1]
     best = found.probe(found.with_plan)
-    assert best.plan is not None
-    assert (best.plan.peak_reserved_bytes or memory + 1) <= memory
+    assert ((best.plan or best.untouched).peak_reserved_bytes or memory + 1) <= memory
     assert any("a CUDA build of torch" in text for text in found.data["warnings"])
 
 
