@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,8 +177,6 @@ class Recording:
     events: tuple[Event, ...]
     settings: AllocatorSettings
     peak_reserved_bytes: int
-    final_reserved_bytes: int
-    final_allocated_bytes: int  # in blocks
     notes: tuple[str, ...] = ()  # what had to be assumed, for people
 
     @property
@@ -216,11 +213,9 @@ def recording_from_snapshot(data: Any, source: str) -> Recording:
     if left_by(events, source) != in_use.keys():
         raise _midway(source, "the blocks that are in use at the end are not those that it asked for")
     settings, notes = settings_of(snapshot.allocator_settings, pools_named)
-    in_blocks = sum(b.size for b in in_use.values() if b.state == "active_allocated")
     return Recording(
-        source=source, device=device, events=events, settings=settings, peak_reserved_bytes=peak,
-        final_reserved_bytes=final, final_allocated_bytes=in_blocks, notes=notes,
-    )  # fmt: skip
+        source=source, device=device, events=events, settings=settings, peak_reserved_bytes=peak, notes=notes
+    )
 
 
 def running_reserved(events: Sequence[Event], start_bytes: int = 0) -> tuple[int, int]:
@@ -274,13 +269,6 @@ class Replay:
     allocations: int
     same_addresses: int  # allocations that landed where the recording says
     out_of_memory: str | None  # why and where it stopped; None: it went through
-    seconds: float
-
-    @property
-    def fragmentation_percent(self) -> float:
-        """Peak reserved over the peak in blocks, less one."""
-        peak = self.figures.peak_block_bytes
-        return 100 * (self.figures.peak_reserved_bytes / peak - 1) if peak else 0.0
 
 
 def replay(
@@ -318,7 +306,7 @@ def replay(
     there: dict[int, Block] = {}
     allocations = same_addresses = 0
     giving_back = False  # in the middle of one call of empty_cache()
-    stopped, begin = None, time.perf_counter()
+    stopped = None
     for e in recording.events:
         if e.action == "alloc":
             try:
@@ -339,8 +327,7 @@ def replay(
             allocator.release_cached()
         giving_back = e.action in GIVES_BACK or (giving_back and e.action == "free_completed")
     asked = tuple(s.size_bytes for s in allocator.segment_events if s.action in GETS)
-    seconds = time.perf_counter() - begin
     return Replay(
         figures=allocator.figures(), segment_requests=asked, allocations=allocations,
-        same_addresses=same_addresses, out_of_memory=stopped, seconds=seconds,
+        same_addresses=same_addresses, out_of_memory=stopped,
     )  # fmt: skip

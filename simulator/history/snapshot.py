@@ -95,12 +95,11 @@ def from_what_was_there(data: Any, source: str) -> Recording | None:
         replay.left_by(asked, source)
     except TraceError:
         return None
-    peak, final = replay.running_reserved(events, sum(end - begin for begin, end, _ in areas))
+    peak, _ = replay.running_reserved(events, sum(end - begin for begin, end, _ in areas))
+    settings, notes = replay.settings_of(snapshot.allocator_settings, pools_named)
     return Recording(
-        source=source, device=device, events=asked,
-        settings=replay.settings_of(snapshot.allocator_settings, pools_named)[0], peak_reserved_bytes=peak,
-        final_reserved_bytes=final, final_allocated_bytes=sum(s.total_size for s in segments),
-    )  # fmt: skip
+        source=source, device=device, events=asked, settings=settings, peak_reserved_bytes=peak, notes=notes
+    )
 
 
 def _totals(

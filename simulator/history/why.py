@@ -160,6 +160,7 @@ def _by_settings(source: Source, question: Question, over: int) -> list[Remedy]:
     now, grown = (replay(recording, s).figures.peak_reserved_bytes for s in (recording.settings, other))
     words = f"PYTORCH_ALLOC_CONF={conf}, which reserves {about}{show_bytes(grown)} for the same "
     words += f"requests in place of {show_bytes(now)}" + ", not enough by itself" * (now - grown < over)
+    words = "; ".join([words, *recording.notes])
     return [Remedy(name="settings", words=words, saves_bytes=now - grown)]
 
 
