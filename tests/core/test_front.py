@@ -6,11 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.bounds import Instants
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
-from simulator.core.problem import Problem, run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import segmentations, split
@@ -92,17 +90,6 @@ def test_a_split_leaves_enough_on_either_side_where_least_crosses(
             if best[2] < 0 or key < best:
                 best = key
     assert split(members, weight, crossing) == best[2]
-
-
-def test_the_replay_of_a_plan_is_its_own() -> None:
-    of = chain(6, size=100)
-    problem = Problem(of)
-    made = plan_with("mu-two", problem, Instants(problem).floor.peak_bytes * 3 // 2)
-    other = Plan(meta=of.meta, actions=(Action(storage=of.storages.name.index("x1")),))
-    for plan in (made, other, made):
-        schedule = build(Problem(of), plan.actions)
-        assert problem.replay(plan.actions).schedule == schedule
-        assert problem.replay(plan.actions).timeline == run(problem, schedule)
 
 
 def test_drops_that_are_edited_between_two_walks_count() -> None:

@@ -445,8 +445,3 @@ def test_another_text_is_refused() -> None:
 def test_modules_are_told_by_the_layer_that_repeats() -> None:
     assert around("bert.encoder.layer.3.output.dense") == "bert.encoder.layer.3"
     assert around("fc.weight") == "fc.weight"
-
-
-def test_errors_of_planners_are_no_crash(there: Path) -> None:
-    with pytest.raises(LowtideError):
-        read("no such trace", question())

@@ -254,13 +254,6 @@ def test_the_bound_is_that_of_the_cheapest_way() -> None:
                 assert q.trace.time_ns >= problem.trace.time_ns + bound.added_time_ns
 
 
-def test_levers_that_are_none_are_refused() -> None:
-    with pytest.raises(SpecError, match="--levers fold"):
-        changed_steps(Problem(head()), 500, Levers(allow="fp", kinds=("fold",)))
-    with pytest.raises(SpecError, match="--allow sometimes"):
-        Levers(allow="sometimes")
-
-
 @pytest.mark.parametrize(("kind", "allow", "needed"), [("tile", "bit", "fp"), ("int8", "fp", "approximate")])
 def test_a_lever_that_is_named_and_not_allowed_is_no_silence(kind: str, allow: str, needed: str) -> None:
     with pytest.raises(SpecError, match=f"--levers {kind} needs --allow {needed}; now it is --allow {allow}"):

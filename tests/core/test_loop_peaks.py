@@ -149,18 +149,6 @@ def test_of_an_infeasible_budget_the_untouched_loop_is_still_said(tmp_path: Path
     assert (said["feasible"], said["untouched"]["peak_allocated_bytes"]) == (False, 112)
 
 
-def test_the_page_begins_with_the_untouched_loop(tmp_path: Path) -> None:
-    pytest.importorskip("altair")
-    pytest.importorskip("vl_convert")
-    path = save(loop(MIB, device="cuda"), tmp_path / "t")
-    page = tmp_path / "page.html"
-    assert command(path, "-q", "--report", page).exit_code == 0
-    html = page.read_text("utf-8")
-    rows = [html.index(f"<td>{t}</td>") for t in ("budget", "untouched", "untouched, first iteration")]
-    assert rows == sorted(rows)
-    assert "104.00 MiB" in html[rows[2] :]
-
-
 def test_phases_of_ops_that_run_again_are_those_in_which_they_run() -> None:
     """y is made again for g: w 4, m 8, x 20 and y 50 while y's op runs in backward, then g 50 takes y's memory over."""
     made = trace(

@@ -117,18 +117,6 @@ def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:
     assert not any("untouched" in text for text in found.data["warnings"])  # which the figures themselves say
 
 
-def test_an_untouched_model_that_needs_less_than_its_graph_may_be_larger(tmp_path: Path) -> None:
-    """As with `torch.utils.checkpoint` inside, which the graph leaves out."""
-
-    def counted(batch: int) -> Trace:
-        of = load(batch)
-        return replace(of, meta=replace(of.meta, untouched_peak_bytes=1000 * batch))
-
-    found = found_in(tmp_path, 1000 * 64 + 999, counted)
-    assert found.without_plan == 64
-    assert found.with_plan >= 64
-
-
 def test_on_a_gpu_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> None:
     """`y` and `g` have 20 MiB a sample. The graph's `g` takes over `y`'s memory, the untouched model's does not."""
 

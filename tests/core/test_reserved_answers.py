@@ -316,18 +316,6 @@ def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
     assert not any("untouched" in w for w in texts(saved(plain)))
 
 
-def test_what_a_device_has_is_said_once() -> None:
-    plain = device_memory("cpu", memory="512MiB")
-    assert plain is not None
-    assert plain.room() == "a device of 512.00 MiB"
-    gpu = device_memory("cuda", gpu="a100-40")
-    assert gpu is not None
-    assert replace(gpu, reserve_bytes=40 * GIB * 2 // 100).room() == (
-        "A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed), less 819.20 MiB in reserve: "
-        "38.70 GiB to use"
-    )
-
-
 def test_what_the_untouched_loop_asks_decides_what_it_reserves() -> None:
     """The graph asks for 50 bytes at a time; the loop, as recorded, for two blocks of 3 MiB, and for 1 MiB for good."""
     asked = Untouched(

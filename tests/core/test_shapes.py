@@ -283,21 +283,8 @@ def test_a_model_by_its_name_is_recorded_by_trace(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("simulator.studies.tracing.subprocess.run", run)
     with pytest.raises(LowtideError, match="could not be traced: no such model"):
         traces_of(made, str(tmp_path / "t"), Shapes.parse("seq-len=2:5"), lambda text: None)
-    assert commands[0][3:] == [
-        *(
-            "tiny",
-            "--batch-size",
-            "2",
-            "--no-use-cache",
-            "--zero-grad",
-            "keep",
-            "--seed",
-            "0",
-            "--target",
-            "h100",
-        ),
-        *("--shapes", "seq-len=2:5", "-o", str(tmp_path / "t-shapes"), "--force", "-q"),
-    ]
+    words = "tiny --batch-size 2 --no-use-cache --zero-grad keep --seed 0 --target h100 --shapes seq-len=2:5"
+    assert commands[0][3:] == [*words.split(), "-o", str(tmp_path / "t-shapes"), "--force", "-q"]
 
 
 def test_traces_of_another_step_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -148,25 +147,3 @@ def test_files_and_directories_of_the_user_stay_whatever_their_names(tmp_path: P
     assert theirs.read_text() == "notes of somebody"
     assert (folder / "thesis.txt").read_text() == "years of work"
     assert sorted(p.name for p in tmp_path.iterdir()) == [theirs.name, folder.name, "a.json"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_a_killed_command_ends_its_workers(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    child = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    code = (
-        "import subprocess, sys; from traces.processes import ending_with_this; "
-        f"subprocess.run([sys.executable, '-c', {child!r}], **ending_with_this())"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    while not note.exists() or not note.read_text():
-        time.sleep(0.02)
-    worker = int(note.read_text())
-    parent.kill()
-    parent.wait()
-    for _ in range(500):
-        if not Path(f"/proc/{worker}").exists() or " Z " in Path(f"/proc/{worker}/stat").read_text():
-            return
-        time.sleep(0.02)
-    os.kill(worker, signal.SIGKILL)
-    pytest.fail("the worker outlived the command")
