@@ -22,15 +22,15 @@ class Diff:
 
     def changes(self, part: str) -> list[Change]:
         """The PEAKS; or by one of PARTS what changed, most first, nothing where the runs have no name in common."""
-        a, b = (h.peaks if part == PEAKS else h.parts.get(part, {}) for h in (self.before, self.after))
+        if part == PEAKS:
+            return [
+                (k, n, self.after.peaks[k]) for k, n in self.before.peaks.items() if k in self.after.peaks
+            ]
+        a, b = (h.parts.get(part, {}) for h in (self.before, self.after))
         if not a.keys() & b.keys() - {""}:
             return []
         found = [(name or UNNAMED, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys((*a, *b))]
-        return (
-            found
-            if part == PEAKS
-            else sorted((c for c in found if c[1] != c[2]), key=lambda c: -abs(c[2] - c[1]))
-        )
+        return sorted((c for c in found if c[1] != c[2]), key=lambda c: -abs(c[2] - c[1]))
 
     def tables(self, most: int) -> Iterator[Table]:
         """Both peaks, and what changed, a table a part."""

@@ -40,10 +40,6 @@ def test_real_recordings_replay_to_the_byte(name: str) -> None:
     assert recorded.same_addresses == recorded.allocations or name == "transformer-medium-ctx512-training"
 
 
-def test_all_five_recordings_are_here() -> None:
-    assert len(recordings.NAMES) == 5
-
-
 # Snapshots --------------------------------------------------------------------------------------------------------
 
 
