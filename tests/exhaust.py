@@ -267,16 +267,10 @@ def step_by_step(of: Trace, walked: Walk) -> Bytes:
 
 
 def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
-    """Peak bytes and ns of a walk, with what libraries keep because of its reruns."""
+    """Peak bytes and ns of a walk."""
     found, sts = step_by_step(of, walked), of.storages
     resident = sum(sts.nbytes[s] for s, p in enumerate(sts.producer) if p < 0)
-    computed = (
-        i
-        for k, (i, again) in enumerate(zip(walked.op, walked.again, strict=True))
-        if again and k >= walked.forward_steps and not of.ops.flags[i] & VIEW
-    )
-    kept = max((of.meta.rerun_workspaces.get(of.ops.target[i], 0) for i in computed), default=0)
-    return max([resident, *found.peaks]) + kept, found.time_ns
+    return max([resident, *found.peaks]), found.time_ns
 
 
 def plans(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
 
 from tests.exhaust import Facts
@@ -80,16 +78,6 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
     return trace(ops, resident, hold, gradients)
 
 
-@st.composite
-def traces_with_reruns(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trace:
-    """A trace, some of whose ops make a library keep bytes once they run again: of two targets, views included."""
-    of = draw(traces(max_forward, max_backward))
-    targets = st.sampled_from(["aten.test.default", "aten.mm.default", "aten.addmm.default"])
-    target = tuple(draw(st.lists(targets, min_size=len(of.ops), max_size=len(of.ops))))
-    kept = {name: draw(SIZES) for name in ("aten.mm.default", "aten.addmm.default")}
-    return replace(of, ops=replace(of.ops, target=target), meta=replace(of.meta, rerun_workspaces=kept))
-
-
 def goes_after(of: Trace, s: int) -> list[int]:
     """The ops after which a plan may evict a storage: once it exists, and no more is done to it by the user's code."""
     ops, sts = of.ops, of.storages
@@ -130,8 +118,6 @@ def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True, rich: bool = Tr
 
 
 @st.composite
-def traces_with_actions(
-    draw: st.DrawFn, *, reruns: bool = False, rich: bool = True
-) -> tuple[Trace, tuple[Action, ...]]:
-    of = draw(traces_with_reruns() if reruns else traces())
+def traces_with_actions(draw: st.DrawFn, *, rich: bool = True) -> tuple[Trace, tuple[Action, ...]]:
+    of = draw(traces())
     return of, draw(actions(of, rich=rich))

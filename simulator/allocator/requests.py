@@ -199,7 +199,6 @@ class Recorder:
         residents = Residents.of(trace, gradients=gradients)
         self.residents, self.state = residents.first, residents.state
         self.workspaces = {op: list(sizes) for op, sizes in residents.workspaces.items()}
-        self.has_rerun = False  # the library that allocates for good has done so
 
     def allocate(self, nbytes: int) -> int:
         self.blocks.append(self.count)
@@ -228,9 +227,6 @@ class Recorder:
         if again and self.problem.asks_again[op]:
             first = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
             sizes += self.workspaces.pop(first, [])
-        if again and self.problem.rerun_bytes[op] and not self.has_rerun:
-            sizes.append(self.problem.rerun_bytes[op])
-            self.has_rerun = True
         self.once += ((len(self.blocks), n) for n in sizes)
 
     def step(self, schedule: Schedule, step: int) -> None:

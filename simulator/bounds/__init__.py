@@ -52,7 +52,6 @@ whole or not at all. So near the floor it is far below what the best plan adds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -332,12 +331,6 @@ class Instants:
         reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING_SHOWN
         return self._bound(budget_bytes, at, best, reason)
 
-    def carry(self, bound: Bound, budget_bytes: int) -> Bound:
-        """A bound for a larger budget, as one for a smaller budget."""
-        if bound.feasible:
-            return replace(bound, budget_bytes=budget_bytes)
-        return self._infeasible(budget_bytes, bound.op, budget_bytes + 1)
-
     def _bound(self, budget_bytes: int, op: int, found: tuple[int, int, int], reason: str) -> Bound:
         """`found`: as `Instant.added` gives it."""
         added_time_ns, price_ns, price_bytes = found
@@ -364,22 +357,6 @@ class Instants:
 def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
     """The certified bound for one budget; see the module's text for what it counts and ignores."""
     return bounder_of(problem).bound(budget_bytes)
-
-
-def bound_curve(problem: Problem, budgets: Iterable[int]) -> tuple[Bound, ...]:
-    """The certified bound for each budget, by rising budget; work is shared among them.
-
-    A plan within a budget is also within every larger one, so what holds for a larger budget holds for a
-    smaller one, and the curve never rises with the budget.
-    """
-    bounder = bounder_of(problem)
-    out: list[Bound] = []
-    for budget in sorted(set(budgets), reverse=True):
-        bound, best = bounder.bound(budget), out[-1] if out else None
-        if best is not None and (best.feasible, -best.added_time_ns) < (bound.feasible, -bound.added_time_ns):
-            bound = bounder.carry(best, budget)
-        out.append(bound)
-    return tuple(reversed(out))
 
 
 def bounder_of(problem: Problem) -> Instants:

@@ -93,9 +93,6 @@ class Evaluator:
         self._takeovers(made_forward, last)
         self.made_forward = [s for s in range(n_st) if made_forward[s]]
         self.resident_bytes = trace.resident_bytes
-        # What a library holds, from the start of the step on, if an op of forward runs again; and with all of them.
-        self.rerun_bytes = [problem.rerun_bytes[i] for i in chosen[: self.forward]]
-        self.most_resident_bytes = self.resident_bytes + max(self.rerun_bytes, default=0)
         self.born = [0] * self.forward  # bytes that each op of forward makes
         for s in self.made_forward:
             self.born[self.producer[s]] += self.nbytes[s]
@@ -228,7 +225,6 @@ class Evaluator:
         made = sorted(self.made_forward, key=lambda s: (self.producer[s], s))
         starts, ids = pack_lists(self.needs, self.reads, self.creates, [made])
         ops["needs_at"], ops["reads_at"], ops["creates_at"], (made_at, _) = starts
-        ops["rerun_bytes"][:forward] = self.rerun_bytes
         ops["id"][:n_op] = self.op_id
         for name in ("time_ns", "overwrites", "may_rerun"):
             ops[name][:n_op] = getattr(self, name)

@@ -35,8 +35,6 @@ class Facts:
         transient_bytes: op -> bytes that its own run adds at most, outputs and workspace.
         created_bytes: op -> bytes of all that it creates.
         asks_again: op -> whether a library serves it that asks for a workspace in each thread: in backward's once more.
-        rerun_bytes: op -> bytes that a library allocates for good once it has run again in backward's thread, beside
-            what it holds in any case; of all such ops only the most counts. A view runs nothing, so asks for nothing.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -87,8 +85,7 @@ class Facts:
         of = zip(rebuildable, saved_by_default, pinned, strict=True)
         self.recompute_only = tuple(again and not (saved or stays) for again, saved, stays in of)
         asked = trace.meta.rerun_workspaces
-        again = [None if view else asked.get(x) for view, x in zip(is_view, ops.target, strict=True)]
-        self.asks_again, self.rerun_bytes = tuple(n is not None for n in again), tuple(n or 0 for n in again)
+        self.asks_again = tuple(x in asked and not view for view, x in zip(is_view, ops.target, strict=True))
         self.created_bytes = created_bytes
         highest = (max(accumulate(e), default=0) for e in ops.events)
         self.transient_bytes = tuple(map(max, created_bytes, highest))

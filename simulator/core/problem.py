@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import islice
 
 from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, Facts, transfer_ns
-from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
+from simulator.core.schedule import Schedule, build
 from traces.records.plan import Action
 from traces.records.trace import CATEGORIES, VIEW, WORKSPACE, Trace
 
@@ -62,7 +62,7 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
     """Replay a schedule; the result has one entry a step."""
     trace = facts.trace
     ops, nbytes = trace.ops, trace.storages.nbytes
-    live = resident = trace.resident_bytes + rerun_workspace_bytes(facts, schedule)
+    live = trace.resident_bytes
     now = 0
     waits = stalls(trace, schedule)
     start, duration, peaks, after = [], [], [], []
@@ -86,7 +86,7 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
         duration_ns=tuple(duration),
         peak_bytes=tuple(peaks),
         live_bytes=tuple(after),
-        resident_bytes=resident,
+        resident_bytes=trace.resident_bytes,
     )
 
 
@@ -139,7 +139,7 @@ def holdings(trace: Trace, schedule: Schedule, step: int) -> list[int]:
 def by_category(trace: Trace, schedule: Schedule, timeline: Timeline) -> Iterator[dict[str, int]]:
     """Bytes by category while each step runs; they sum to the step's `peak_bytes` exactly.
 
-    Workspace is what the running op uses beyond its outputs, and what libraries hold because of reruns.
+    Workspace is what the running op uses beyond its outputs.
     """
     sts = trace.storages
     live = dict.fromkeys(CATEGORIES, 0)

@@ -46,13 +46,6 @@ class Schedule:
         return there
 
 
-def rerun_workspace_bytes(facts: Facts, schedule: Schedule) -> int:
-    """Return what libraries hold because of ops that run again in backward's thread; in forward's they ran."""
-    first = schedule.forward_steps
-    steps = zip(schedule.op[first:], schedule.recompute[first:], strict=True)
-    return max((facts.rerun_bytes[o] for o, rerun in steps if rerun), default=0)
-
-
 def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
     """The actions by storage id. Raises PlanError if an action names a storage twice, a storage or an op that does not
     exist, or what cannot be.
@@ -101,21 +94,16 @@ def why_not(facts: Facts, storage: int) -> str:
     """In words, why a storage is no candidate for recomputation."""
     trace = facts.trace
     producer = trace.storages.producer[storage]
-    if producer < 0:
-        return "it exists throughout the step"
-    if producer >= facts.forward_end:
-        return "backward makes it"
+    if not 0 <= producer < facts.forward_end:
+        return "forward does not make it"
     if facts.pinned[storage]:
         return "code outside the captured graph holds it"
-    flags = trace.ops.flags[producer] & FORBIDS_RECOMPUTE
-    if flags:
+    if flags := trace.ops.flags[producer] & FORBIDS_RECOMPUTE:
         marks = ", ".join(n for b, n in FLAG_NAMES.items() if flags & b)
         return f"its op {trace.ops.name[producer]} is marked {marks}"
-    if facts.until[storage] < trace.storages.last_backward_use[storage]:
-        return "a parameter that it is computed from is stepped before its last use"
-    if trace.storages.nbytes[storage] == 0 and facts.saved_by_default[storage]:
-        return "it is empty"
-    return f"its op {trace.ops.name[producer]} depends on a value that is random and not saved"
+    return (
+        "it is empty, or made from what is random and not saved, or from a parameter that is stepped before"
+    )
 
 
 def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:

@@ -30,7 +30,6 @@ def table(fields: list[tuple[str, type]]) -> np.dtype[Any]:
 OPS_ROW: Final = table(
     [
         ("time_ns", np.int64),
-        ("rerun_bytes", np.int64),  # what a library allocates for good if it runs a second time
         ("needs_at", np.int32),  # of `ids`: storages of forward that it takes, in a chain's order
         ("reads_at", np.uint32),  # of `ids`: storages of forward that it reads
         ("creates_at", np.uint32),  # of `ids`: storages of forward that it makes
@@ -209,7 +208,7 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
         eviction += 1
 
     n = forward  # steps so far
-    added_ns = rerun_bytes = 0
+    added_ns = 0
     for c in range(forward, n_ops):
         n_rebuilt = 0
         n_order = chain(c, n, present, facts, work, True)
@@ -242,7 +241,6 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
             freed[n] = taken[n] = 0
             n += 1
             added_ns += ops[b].time_ns
-            rerun_bytes = max(rerun_bytes, ops[b].rerun_bytes)
         step_of[c] = n
         for j in range(ops[c].reads_at, ops[c + 1].reads_at):
             last[ids[j]] = n
@@ -273,7 +271,7 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
         free(s, end, takes, facts, work)
 
     transient, adds = facts.transient_bytes, facts.adds_bytes
-    live = facts.resident_bytes + rerun_bytes
+    live = facts.resident_bytes
     peak, at = live if not n else long(-1), long(-1)
     for k in range(forward):
         top = live + transient[k] - taken[k]

@@ -39,11 +39,9 @@ class Lever:
         """The rewrites that the step allows; first what is worth most."""
         return cast(Iterable[Rewrite], self._ask("offer", problem, self.name))
 
-    def ladders(
-        self, problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
-    ) -> Iterator[Ladder]:
-        """What of the rewrites offered can be chosen, for a budget (0: none is known)."""
-        of = problem, rewrites, levers, budget_bytes
+    def ladders(self, problem: Problem, rewrites: Sequence[Rewrite], levers: Levers) -> Iterator[Ladder]:
+        """What of the rewrites offered can be chosen."""
+        of = problem, rewrites, levers
         return cast(Iterator[Ladder], self._ask("ladders", *of, otherwise=by_shares))
 
     def edit(self, editing: Editing, rewrite: Rewrite) -> None:

@@ -5,8 +5,7 @@ before something of backward may need it, where the copy in begins (`simulator.c
 comes back is for recomputations, too.
 
 What is copied: first the values of most time to make for their bytes, and those that cannot be made again, as long as
-all copies hide behind the ops and are out before the peak, and until everything else can be saved; then the rest, for
-which the step waits.
+all copies hide behind the ops and are out before the peak; then the rest, for which the step waits.
 
 Counts: the order of the copies, the times of the trace's own ops. Ignores: that what is recomputed leaves more time for
 copies in, so that they may begin earlier than they must.
@@ -48,11 +47,9 @@ def offer(problem: Problem, kind: str = "offload") -> Iterator[Rewrite]:
         yield from (replace(r, bytes_per_s=0) for r in step.placed(step.ranked, UNKNOWN))
 
 
-def ladders(
-    problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
-) -> Iterator[Ladder]:
-    """Return sets worth a plan, of what is offered and host memory has room for, each placed for itself: as few of
-    those that hide as make room for everything else; or else half of them, all, and rising numbers of the rest.
+def ladders(problem: Problem, rewrites: Sequence[Rewrite], levers: Levers) -> Iterator[Ladder]:
+    """Return sets worth a plan, of what is offered and host memory has room for, each placed for itself: half of those
+    that hide, all of them, and rising numbers of the rest.
 
     Raises:
         SpecError: nobody says how fast copies are.
@@ -71,10 +68,6 @@ def ladders(
             fit.append(s)
     step = problem.once(_Step, _Step)
     hidden = step.hidden(fit, rate)
-    few = bisect_left(range(len(hidden)), True, key=lambda n: step.fits(hidden[:n], rate, budget_bytes))
-    if few and step.fits(hidden[:few], rate, budget_bytes):
-        yield [step.placed(hidden[:few], rate)]
-        return
     rest = [s for s in fit if s not in hidden]
     sizes = [len(hidden) + -(-len(rest) * k // SHARES) for k in range(SHARES + 1)]
     yield [step.placed([*hidden, *rest][:n], rate) for n in dict.fromkeys((len(hidden) // 2, *sizes)) if n]
@@ -233,16 +226,6 @@ class _Step:
             free = min(free, start[self.need[s]]) - copy_ns(sts.nbytes[s], rate)
             in_before[s] = backward[max(0, bisect_right(backward, free, key=start.__getitem__) - 1)]
         return out_before, in_before
-
-    def fits(self, values: Collection[int], rate: int, budget_bytes: int) -> bool:
-        """Return whether everything else can be saved while these wait."""
-        out_before, in_before = self._copies(values, rate)
-        change = [0] * len(self.trace.ops)
-        for s in values:
-            change[out_before[s]] -= self.trace.storages.nbytes[s]
-            change[in_before[s]] += self.trace.storages.nbytes[s]
-        peaks = zip(self.problem.saved.timeline.peak_bytes, accumulate(change), strict=True)
-        return all(peak + more <= budget_bytes for peak, more in peaks)
 
     def placed(self, values: Sequence[int], rate: int) -> tuple[Rewrite, ...]:
         """The rewrites of so many values, in the order given."""

@@ -1,19 +1,18 @@
 """The planners by name, each a function `(problem, budget_bytes, limits) -> Plan`.
 
 A planner raises `BudgetError` if it finds no plan within the budget; it never returns one over it. Planners are
-imported when they are asked for. One that stands elsewhere is named by its place, `module:function`.
+imported when they are asked for.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from typing import Final, cast
 
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from traces.errors import LowtideError, SpecError
+from traces.errors import SpecError
 from traces.records.plan import Plan
 
 Planner = Callable[[Problem, int, Limits], Plan]
@@ -47,43 +46,23 @@ SAVE_ALL: Final = "save-all"
 
 
 def find(name: str) -> Planner:
-    """The planner of that name, or at that place (`module:function`).
+    """The planner of that name.
 
     Raises:
         SpecError: there is none.
     """
-    place = f"simulator.planners.{REGISTRY[name][0]}" if name in REGISTRY else name
-    if name == MU_TWO_SWAP:
-        place = "simulator.planners.mu_two_paper:plan_with_swaps"
-    module, colon, function = place.partition(":")
-    if not colon:
-        raise SpecError(f"{name!r} is no planner; there are {', '.join(REGISTRY)}, or give module:function.")
-    try:
-        found = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"planner {name!r} cannot be imported ({error}); give module:function, with the module on PYTHONPATH."
-        ) from None
-    return cast(Planner, found)
+    if name not in REGISTRY and name != MU_TWO_SWAP:
+        raise SpecError(f"{name!r} is no planner; there are {', '.join((*REGISTRY, MU_TWO_SWAP))}.")
+    place = REGISTRY[name][0] if name in REGISTRY else "mu_two_paper:plan_with_swaps"
+    module, _, function = place.partition(":")
+    return cast(Planner, getattr(import_module(f"simulator.planners.{module}"), function))
 
 
 def plan_with(name: str, problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The plan that the named planner makes.
 
     Raises:
-        SpecError: there is no such planner, or one that stands elsewhere fails or returns something else.
+        SpecError: there is no such planner.
         BudgetError: it finds no plan within the budget.
     """
-    planner = find(name)
-    try:
-        made = planner(problem, budget_bytes, limits)
-    except Exception as error:
-        if ":" not in name or isinstance(error, LowtideError):
-            raise
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise SpecError(
-            f"planner {name!r} failed at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, Plan):
-        raise SpecError(f"planner {name!r} returned a {type(made).__name__}; a planner returns a Plan.")
-    return made
+    return find(name)(problem, budget_bytes, limits)

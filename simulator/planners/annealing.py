@@ -111,7 +111,7 @@ class Annealer:
         ops, storages = np.zeros(n_op + 1, OF_OP), np.zeros(n_st, OF_STORAGE)
         ops["done_at"], done = pack_rows(going)
         settled = np.cumsum(ev.settled)
-        ops["fixed_bytes"][:-1] = ev.most_resident_bytes + settled - np.array(ev.settled)
+        ops["fixed_bytes"][:-1] = ev.resident_bytes + settled - np.array(ev.settled)
         storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
         storages["is_link"] = problem.recompute_only
         storages["last_use"] = np.where(problem.recompute_only, until, last_use)

@@ -22,9 +22,8 @@ Where the text is wrong or silent, and `mu_two` does otherwise:
   here where the lever `offload` has them complete; what cannot be recomputed is no candidate here. The corrected half
   is `--planner mu-two --levers offload`.
 
-Counts: what Algorithm G counts, and what libraries hold because of reruns, of which the paper says nothing. Ignores:
-everything that a recomputation chain holds, and its working memory; so the plan may turn out to be over the budget in
-the exact replay, and is then refused.
+Counts: what Algorithm G counts. Ignores: everything that a recomputation chain holds, and its working memory; so the
+plan may turn out to be over the budget in the exact replay, and is then refused.
 """
 
 from __future__ import annotations
@@ -181,10 +180,8 @@ class Greedy:
 
     def levels(self) -> list[int]:
         """Return what Algorithm G counts at each op: the step with everything saved, less what is away just then."""
-        rerun = self.evaluator.rerun_bytes
-        again = max((rerun[k] for s in self.chosen for k in self.ops[s]), default=0)
         saved = self.problem.saved.timeline.peak_bytes  # one step an op
-        return [p - away + again for p, away in zip(saved, accumulate(self.relief), strict=False)]
+        return [p - away for p, away in zip(saved, accumulate(self.relief), strict=False)]
 
 
 class Swapping(Greedy):

@@ -60,7 +60,7 @@ class Words(TypedDict, total=False):
     # ALLOCATED or RESERVED; None: reserved where a GPU is named, or its memory. Under a budget of reserved memory the
     # allocator's settings are chosen too, unless `alloc_conf` gives them; the plan carries them.
     budget_of: str | None
-    planner: str | None  # a name of `simulate planners`, or `module:function`; None: the default
+    planner: str | None  # a name of `simulate planners`; None: the default
     seconds: float  # 5: processor time after which all searches for one answer end with the best plan so far
     seed: int  # 0: of random choices; equal seeds make equal plans
     # As PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. GPUs' traces only.

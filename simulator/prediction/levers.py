@@ -49,10 +49,10 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
 
 
-def ladders(problem: Problem, levers: Levers, budget_bytes: int = 0) -> list[Ladder]:
+def ladders(problem: Problem, levers: Levers) -> list[Ladder]:
     """The ladders of all that is allowed. Raises SpecError as `offered`, or if nobody says how fast copies are."""
     found = offered(problem, levers).items()
-    of_kinds = (LEVERS[kind].ladders(problem, some, levers, budget_bytes) for kind, some in found)
+    of_kinds = (LEVERS[kind].ladders(problem, some, levers) for kind, some in found)
     return [ladder for ladders in of_kinds for ladder in ladders if ladder]
 
 
@@ -155,7 +155,7 @@ def _changed(problem: Problem, budget_bytes: int, levers: Levers) -> list[Change
 
     worth(())
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
-        climb(ladders(problem, levers, budget_bytes), worth)
+        climb(ladders(problem, levers), worth)
     steps = sorted(found.values(), key=lambda step: step.worth, reverse=True)
     return [step for step in steps if step.bound.feasible] or steps[:1]
 

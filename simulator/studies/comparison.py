@@ -35,7 +35,7 @@ def compare(
     """Set planners side by side on one trace and budget of allocated memory.
 
     Args:
-        planners: names, or `module:function`; None: all.
+        planners: names; None: all.
         device: whether each plan fits it.
         name: of the trace, for the answer.
         words: as for `plan`, but none of levers; `seconds` is for each planner.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, Unpack
 
-from simulator.bounds import Bound, bound_curve, bounder_of
+from simulator.bounds import Bound, bounder_of, lower_bound
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import (
@@ -79,7 +79,7 @@ def pareto(
         progress(f"budget {k} of {len(budgets)}: {budget} bytes")
         made[budget] = ask(problem, replace(asks, budget=budget, limits=share), refusals=(Infeasible,))
     picks = cheapest(made)
-    rows = list(map(_row, (made[b] for b in sorted(made)), picks, bound_curve(problem, made)))
+    rows = [_row(made[b], pick, lower_bound(problem, b)) for b, pick in zip(sorted(made), picks, strict=True)]
     plans = tuple(None if pick is None else pick.planned.plan for pick in picks)
     return _front(problem, name, asks, _priced(rows), plans, time.perf_counter() - start)
 

@@ -42,8 +42,8 @@ def test_a_plan_shows_itself_and_is_of_its_own_trace(trace: Trace) -> None:
         simulate("resnet152", made)
 
 
-def test_planners_by_name_or_place(trace: Trace) -> None:
-    made = plan(trace, "85%", planner="simulator.planners.mu_two:plan")
+def test_planners_by_name(trace: Trace) -> None:
+    made = plan(trace, "85%", planner="mu-two")
     assert made.planner == "mu-two"
     assert bound(trace, "85%").added_time_ns <= made.predicted["plan"]["step_time_ns"] - trace.time_ns
     with pytest.raises(SpecError, match="a front has two at least"):

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from simulator.bounds import TURN, Instants, bound_curve, lower_bound
+from simulator.bounds import TURN, Instants, lower_bound
 from simulator.bounds.networks import Corner, Link, Network, Rerun, corners
 from simulator.core.problem import Problem
 from tests.synthetic import resnet
@@ -68,21 +68,6 @@ def test_below_the_floor_is_infeasible_with_the_reason() -> None:
         lower_bound(Problem(of), Instants(Problem(of)).floor.peak_bytes - 1).to_json()["overhead_percent"]
         is None
     )
-
-
-def test_curve_falls_with_the_budget_and_agrees_with_single_bounds() -> None:
-    of = resnet((1, 2, 2, 1))
-    top = max(Instants(Problem(of)).peaks)
-    curve = bound_curve(Problem(of), [top * k // 20 for k in range(21)])
-    assert [b.budget_bytes for b in curve] == sorted(b.budget_bytes for b in curve)
-    known = [b.overhead_percent for b in curve if b.feasible]
-    assert known == sorted(known, reverse=True)
-    assert known[-1] == 0.0
-    assert not curve[0].feasible
-    for bound in curve:
-        alone = lower_bound(Problem(of), bound.budget_bytes)
-        assert alone.feasible or not bound.feasible
-        assert alone.added_time_ns <= bound.added_time_ns or not bound.feasible
 
 
 def test_a_bound_as_json_has_what_simulate_prints() -> None:

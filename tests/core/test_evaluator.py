@@ -38,9 +38,8 @@ def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(traces_with_actions(reruns=True))
+@given(traces_with_actions())
 def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
-    """Also on what libraries hold because of reruns."""
     of, actions = case
     problem = Problem(of)
     # It knows no evictions while forward runs.

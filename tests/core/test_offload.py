@@ -56,10 +56,8 @@ def all_hidden(t: Trace) -> tuple[Rewrite, ...]:
     return max(rungs(t, HOST), key=len)
 
 
-def rungs(t: Trace, levers: Levers, budget_bytes: int = 0) -> list[tuple[Rewrite, ...]]:
-    return [
-        rung for ladder in offload.ladders(Problem(t), offered(t), levers, budget_bytes) for rung in ladder
-    ]
+def rungs(t: Trace, levers: Levers) -> list[tuple[Rewrite, ...]]:
+    return [rung for ladder in offload.ladders(Problem(t), offered(t), levers) for rung in ladder]
 
 
 def offered(t: Trace) -> list[Rewrite]:
@@ -251,19 +249,6 @@ def test_plans_lie_between_the_bound_and_the_plan_without_and_near_the_best_ther
         gaps.append((with_it - min(times)) / t.time_ns)
     assert max(gaps) < 0.06, gaps
     assert sum(gaps) / len(gaps) < 0.01, gaps
-
-
-@pytest.mark.parametrize(("budget", "copies"), [(5 * M + 4, 1), (4 * M + 4, 2)])
-def test_no_more_is_copied_than_makes_room_for_the_rest(budget: int, copies: int) -> None:
-    problem = Problem(step())
-    sets = rungs(problem.trace, HOST, budget)
-    (only,) = sets
-    assert len(only) == copies
-    line = rewritten_problem(problem, only).saved.timeline
-    assert budget - M < line.peak_allocated_bytes <= budget
-    assert line.step_time_ns == problem.trace.time_ns
-    best = changed_steps(problem, budget, HOST)[0]
-    assert (best.rewrites, best.least_ns) == (only, problem.trace.time_ns)
 
 
 def test_the_rate_that_a_trace_measured_is_taken_before_the_table() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,13 +11,12 @@ from hypothesis import strategies as st
 
 from simulator.bounds import Instants
 from simulator.core.limits import Limits
-from simulator.core.problem import Problem, run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.mu_two import Costs, Search, cheapest
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import OUTSIDE, block_segments, equal_segments, sequence_of, torch_segment
-from tests.strategies import traces, traces_with_reruns
+from tests.strategies import traces
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
 from tests.walked import state_of
@@ -39,7 +37,7 @@ def names(of: Trace, plan: Plan, action: str = "recompute") -> set[str]:
 
 @pytest.mark.parametrize("name", REGISTRY)
 @settings(max_examples=40, deadline=None)
-@given(of=st.one_of(traces(), traces_with_reruns()), percent=st.integers(1, 120))
+@given(of=traces(), percent=st.integers(1, 120))
 def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: int) -> None:
     before = peak(of)
     budget_bytes = before * percent // 100
@@ -61,32 +59,6 @@ def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: i
     assert plan.predicted["plan"]["step_time_ns"] == timeline.step_time_ns
     assert (plan.planner, plan.budget_bytes, plan.meta) == (name, budget_bytes, of.meta)
     assert plan_with(name, Problem(of), budget_bytes) == plan  # the same every time
-
-
-@pytest.mark.parametrize("percent", [75, 85, 99, 100, 130])
-def test_a_plan_leaves_room_for_what_reruns_make_libraries_keep(percent: int) -> None:
-    # Each rerun of one of these ops costs 1,500 bytes for good, however many there are.
-    of = chain(6, 1000)
-    of = replace(of, meta=replace(of.meta, rerun_workspaces={"aten.test.default": 1500}))
-    kept = peak(of)
-    budget_bytes = kept * percent // 100
-    made = 0
-    for name in ("search", "mu-two", "recompute-all", "save-all"):
-        try:
-            plan = plan_with(name, Problem(of), budget_bytes)
-        except Infeasible:
-            continue
-        made += 1
-        assert plan.budget_bytes == budget_bytes
-        schedule = build(Problem(of), plan.actions)
-        assert peak(of, plan) <= budget_bytes
-        bare = run(
-            Problem(replace(of, meta=replace(of.meta, rerun_workspaces={}))), schedule
-        ).peak_allocated_bytes
-        assert peak(of, plan) == bare + (1500 if schedule.recomputed_ops else 0)
-        if percent >= 100 and name == "search":
-            assert not schedule.recomputed_ops
-    assert made >= 1
 
 
 @given(traces())
@@ -332,17 +304,6 @@ def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pyte
 
 def test_the_paper_releases_at_least_one_value() -> None:
     assert len(plan_with("mu-two-paper", Problem(cheap_and_dear()), UNLIMITED).actions) == 1
-
-
-def test_the_paper_leaves_room_for_what_reruns_make_libraries_keep() -> None:
-    """It always recomputes something, so 1,500 bytes more is what it takes for the same plan."""
-    bare = chain(12, size=1000)
-    of = replace(bare, meta=replace(bare.meta, rerun_workspaces={"aten.test.default": 1500}))
-    for percent in (70, 80, 90):
-        budget_bytes = peak(bare) * percent // 100
-        plan = plan_with("mu-two-paper", Problem(of), budget_bytes + 1500)
-        assert plan.actions == plan_with("mu-two-paper", Problem(bare), budget_bytes).actions
-        assert peak(of, plan) == peak(bare, plan) + 1500 <= budget_bytes + 1500
 
 
 def test_the_paper_does_not_see_what_a_chain_holds() -> None:

@@ -358,7 +358,7 @@ def test_all_plans_for_one_budget_share_its_time(network: Path, monkeypatch: pyt
     monkeypatch.setattr(reserved_budget, "plan_with", planned)
     whole = saved(load(network)).saved_figures.peak_reserved_bytes
     latest = now() + 7.0
-    api.plan(load(network), (whole or 0) * 6 // 10, budget_of=RESERVED, seconds=7.0, alloc_conf="")
+    api.plan(load(network), (whole or 0) * 7 // 10, budget_of=RESERVED, seconds=7.0, alloc_conf="")
     assert len(ends) > 1
     assert len(set(ends)) == 1
     assert latest <= ends[0] <= latest + 5.0

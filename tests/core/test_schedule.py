@@ -242,9 +242,9 @@ def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> Non
     [
         (Action(storage=99), "belongs to another trace"),
         (Action(storage=-1), "belongs to another trace"),
-        (Action(storage=0), "throughout the step"),
+        (Action(storage=0), "forward does not make it"),
         (Action(storage=0, recipe=SAVE), "cannot be saved"),
-        (Action(storage=4), "backward makes it"),
+        (Action(storage=4), "forward does not make it"),
         (Action(storage=4, recipe=SAVE), "cannot be saved"),
         (Action(storage=1, recipe="burn"), "unknown recipe"),
         (Action(storage=1, evict_after=(5,)), "after op 5, and the trace has 4"),

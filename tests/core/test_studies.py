@@ -15,7 +15,6 @@ from simulator.allocator.device import DeviceMemory
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.cli.main import main
-from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
@@ -158,15 +157,6 @@ def test_a_faster_plan_made_for_a_smaller_budget_is_carried_to_the_larger() -> N
     refused = replace(slow, found=None, refusal=SpecError("no"))
     made = {low - 1: refused, low: refused, high: fast, high + 1: slow}
     assert cheapest(made) == [None, slow, fast, fast]
-
-
-def too_large(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
-    raise SpecError("this planner is for small graphs")
-
-
-def test_a_planner_that_cannot_plan_the_trace_at_all_has_no_front(small: Trace) -> None:
-    with pytest.raises(SpecError, match="is for small graphs"):
-        pareto(small, 4, planner=f"{__name__}:{too_large.__name__}")
 
 
 def test_pareto_prints_a_table_and_one_object(directory: Path) -> None:

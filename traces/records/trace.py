@@ -243,8 +243,8 @@ class TraceMeta:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if any(n < 0 for n in self.rerun_workspaces.values()):
-            raise ValueError("rerun_workspaces holds something else than bytes")
+        if any(self.rerun_workspaces.values()):
+            raise ValueError("rerun_workspaces holds bytes, as older traces did; trace again")
 
     @property
     def times(self) -> str:
