@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,60 +12,9 @@ from executor.campaign.run import Book
 from simulator.studies.sweep import Sweep
 from traces.commands import Output
 from traces.errors import LowtideError
-from traces.files import from_json, to_json
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
 from traces.records.store import GALLERY
-
-
-@dataclass(frozen=True)
-class Inner:
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class Sample:
-    number: int = 0
-    share: float = 0.0
-    maybe: int | None = None
-    many: tuple[int, ...] = ()
-    pair: tuple[int, str] = (0, "")
-    named: Mapping[str, int] = field(default_factory=dict)
-    inner: Inner = field(default_factory=Inner)
-    anything: Any = None
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{}, {"number": 1 << 80, "share": 1.0, "maybe": 3, "many": (1, 2), "pair": (1, "a"), "named": {"a": 1}}],
-)
-def test_a_record_comes_back_as_it_was(values: dict[str, Any]) -> None:
-    record = Sample(**values)
-    assert from_json(Sample, json.loads(json.dumps(to_json(record)))) == record
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"number": True},
-        {"number": 1.0},
-        {"number": None},
-        {"share": True},
-        {"share": "1"},
-        {"maybe": "3"},
-        {"many": 1},
-        {"many": [1, "2"]},
-        {"pair": [1, 2]},
-        {"pair": [1]},
-        {"named": {"a": "b"}},
-        {"named": []},
-        {"inner": 0},
-    ],
-)
-def test_what_does_not_fit_is_named(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(values))):
-        from_json(Sample, values)
-
 
 CPU = GALLERY / "resnet152-cpu"
 FILES: dict[str, tuple[Callable[[Path], object], Path]] = {

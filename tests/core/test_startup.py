@@ -43,16 +43,6 @@ def test_help_works_and_imports_nothing_heavy(package: str) -> None:
     assert not loaded_by(code) & HEAVY
 
 
-@pytest.mark.parametrize("package", COMMANDS.values())
-def test_python_dash_m_prints_its_usage(package: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", package, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Usage:" in done.stdout
-    assert not done.stderr
-
-
 def test_no_module_of_traces_or_simulator_imports_torch() -> None:
     names = []
     for package in ("traces", "simulator"):
