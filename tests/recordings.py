@@ -86,4 +86,6 @@ class Recorded:
             elif e.action == "free_completed":
                 self.allocator.complete_free(self.there.pop(e.address))
             elif e.action == "segment_free":
-                assert self.allocator.release_at(e.address, e.size_bytes)
+                pools = (self.allocator.large, self.allocator.small)
+                free = {b.address: b for pool in pools for b in pool.blocks() if b.size == e.size_bytes}
+                self.allocator._release(free[e.address])

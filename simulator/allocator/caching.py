@@ -269,17 +269,6 @@ class Allocator:
             for block in pages:
                 self._unmap(block)
 
-    def release_at(self, address: int, size_bytes: int) -> bool:
-        """Give back one segment, or the whole pages of one free block; False if nothing there can be given back."""
-        for pool in (self.large, self.small):
-            for block in pool.blocks():
-                if block.expandable and block.address <= address < block.address + block.size:
-                    return self._unmap(block)
-                if block.address == address and block.size == size_bytes and not block.is_split:
-                    self._release(block)
-                    return True
-        return False
-
     def reset_peaks(self) -> None:
         """torch.cuda.reset_peak_memory_stats()."""
         self.peak_allocated, self.peak_requested = self.allocated, self.requested

@@ -1,4 +1,4 @@
-"""Replay what torch.cuda.memory._dump_snapshot() recorded of a real GPU's allocator through the simulated one.
+"""Read what torch.cuda.memory._dump_snapshot() recorded of a real GPU's allocator, and ask the simulated one the same.
 
 A pickle is a program, and its one way to do harm is to name something to import and call. Here no name is resolved, so
 nothing is called; what remains is the size of what it builds, which is bounded while it loads. A history must begin
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from simulator.allocator.caching import Allocator, AllocatorFigures, Block, OutOfMemory
+from simulator.allocator.caching import Allocator, Block
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from traces.errors import LowtideError, TraceError
 
@@ -179,11 +179,6 @@ class Recording:
     peak_reserved_bytes: int
     notes: tuple[str, ...] = ()  # what had to be assumed, for people
 
-    @property
-    def segment_requests(self) -> tuple[int, ...]:
-        """Bytes of each segment or run of pages that the allocator asked the driver for, in order."""
-        return tuple(e.size_bytes for e in self.events if e.action in GETS)
-
 
 def read_recording(path: str | Path) -> Recording:
     """Read a snapshot; raises TraceError as `recording_from_snapshot` does."""
@@ -260,74 +255,23 @@ def settings_of(data: Any, pools_named: bool) -> tuple[AllocatorSettings, tuple[
     return as_in(out, newest if pools_named else "2.11"), notes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """The simulated allocator's answer to a recording's requests."""
-
-    figures: AllocatorFigures
-    segment_requests: tuple[int, ...]  # bytes asked of the driver, in order
-    allocations: int
-    same_addresses: int  # allocations that landed where the recording says
-    out_of_memory: str | None  # why and where it stopped; None: it went through
-
-
-def replay(
-    recording: Recording, settings: AllocatorSettings | None = None, device_memory_bytes: int | None = None
-) -> Replay:
-    """Send every request of the recording to a simulated allocator, in the recorded order.
-
-    Args:
-        recording: what was asked.
-        settings: under which segments come and go as the allocator has it; None: under the recorded settings they come
-            and go where and as the recording says.
-        device_memory_bytes: how much the device has; None: enough.
+def peak_reserved(recording: Recording, settings: AllocatorSettings) -> int:
+    """The peak of reserved memory if every request of the recording is sent to a simulated allocator under these
+    settings, in the recorded order.
 
     Ignores: what the program would have done otherwise with other settings.
     """
-    segments = iter([(e.address, e.size_bytes) for e in recording.events if e.action == "segment_alloc"])
-    pages = [e.address for e in recording.events if e.action == "segment_map"]
-    end = max(e.address + e.size_bytes for e in recording.events)
-
-    def place(size: int, stream: int, expandable: bool) -> int:
-        """Where it was recorded, as long as it is the same memory; an expandable range begins with its first pages."""
-        nonlocal end
-        mapped = sum(s.action == "segment_map" for s in allocator.segment_events) if expandable else 0
-        if expandable and mapped < len(pages):
-            return pages[mapped]
-        at, recorded = (0, -1) if expandable else next(segments, (0, -1))
-        if recorded == size:
-            return at
-        end += size
-        return end - size
-
-    as_recorded = settings is None
-    chosen = settings or recording.settings
-    allocator = Allocator(chosen, device_memory_bytes, place if as_recorded else None)
+    allocator = Allocator(settings)
     there: dict[int, Block] = {}
-    allocations = same_addresses = 0
     giving_back = False  # in the middle of one call of empty_cache()
-    stopped = None
     for e in recording.events:
         if e.action == "alloc":
-            try:
-                there[e.address] = allocator.malloc(e.size_bytes, e.stream)
-            except OutOfMemory as error:
-                wanted = sum(e.action == "alloc" for e in recording.events)
-                stopped = f"after {allocations} of {wanted} allocations: {error}"
-                break
-            allocations += 1
-            same_addresses += there[e.address].address == e.address
+            there[e.address] = allocator.malloc(e.size_bytes, e.stream)
         elif e.action == "free_requested":
             allocator.request_free(there[e.address])
         elif e.action == "free_completed":
             allocator.complete_free(there.pop(e.address))
-        elif e.action in GIVES_BACK and as_recorded:
-            allocator.release_at(e.address, e.size_bytes)
         elif e.action in GIVES_BACK and not giving_back:
             allocator.release_cached()
         giving_back = e.action in GIVES_BACK or (giving_back and e.action == "free_completed")
-    asked = tuple(s.size_bytes for s in allocator.segment_events if s.action in GETS)
-    return Replay(
-        figures=allocator.figures(), segment_requests=asked, allocations=allocations,
-        same_addresses=same_addresses, out_of_memory=stopped,
-    )  # fmt: skip
+    return allocator.peak_reserved

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from simulator.allocator.device import GROWING
-from simulator.allocator.replay import Recording, recording_from_snapshot, replay
+from simulator.allocator.replay import Recording, peak_reserved, recording_from_snapshot
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.history.read import Source
 from simulator.history.run import UNNAMED, History, listed
@@ -157,7 +157,7 @@ def _by_settings(source: Source, question: Question, over: int) -> list[Remedy]:
     other = replace(parse_alloc_conf(conf), ties=recording.settings.ties)
     if other == recording.settings:
         return []
-    now, grown = (replay(recording, s).figures.peak_reserved_bytes for s in (recording.settings, other))
+    now, grown = (peak_reserved(recording, s) for s in (recording.settings, other))
     words = f"PYTORCH_ALLOC_CONF={conf}, which reserves {about}{show_bytes(grown)} for the same "
     words += f"requests in place of {show_bytes(now)}" + ", not enough by itself" * (now - grown < over)
     words = "; ".join([words, *recording.notes])

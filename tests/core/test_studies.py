@@ -29,7 +29,7 @@ from traces.records.store import save
 from traces.records.trace import Trace
 from traces.units import GIB
 
-BASELINE = "simulator.planners.mu_two:plan"
+BASELINE = "search"
 CONF = "expandable_segments:True"
 
 
