@@ -11,7 +11,7 @@ Counts and ignores: of the requests, what `simulator.allocator.reserved` counts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -87,15 +87,16 @@ def requests_of(problem: Problem, schedule: Schedule) -> Requests:
     A trace of a loop whose gradients add up is of the last part of a later iteration. The parts before it are played
     from it; where there are no gradients yet, those that backward makes stay.
     """
-    return problem.once(("requests", schedule), lambda p: _recorded(p, schedule))
+    return problem.once(("requests", schedule), lambda p: recorded(p, schedule, Recorder))
 
 
-def _recorded(problem: Problem, schedule: Schedule) -> Requests:
+def recorded(problem: Problem, schedule: Schedule, make: Callable[..., Recorder]) -> Requests:
+    """The requests of a schedule by recorders that `make` makes, of the first iteration last."""
     parts, stay = _parts_of(problem.trace)
-    later = _iteration(Recorder(problem, gradients=parts == 1 or stay), schedule, parts, stay=stay)
+    later = _iteration(make(problem, gradients=parts == 1 or stay), schedule, parts, stay=stay)
     if not stay:
         return later
-    first = _iteration(Recorder(problem, gradients=False, before=later.count), schedule, parts, stay=True)
+    first = _iteration(make(problem, gradients=False, before=later.count), schedule, parts, stay=True)
     return replace(later, residents=first.residents, first=first)
 
 

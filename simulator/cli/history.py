@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simulator.cli.options import BUDGET_OF, DEVICE, LEVERS, SEARCH, Words, answer_options, asking
+from simulator.cli.options import BUDGET_OF, DEVICE, LEVERS, SEARCH, Words, asking, output_options
 from traces.commands import Output
 from traces.errors import TraceError
 
@@ -26,7 +26,7 @@ TRACE = click.option("--trace", metavar="TRACE", help="The trace that a plan is 
     *DEVICE, BUDGET_OF, *LEVERS, *SEARCH,
 )  # fmt: skip
 @TRACE
-@answer_options
+@output_options
 def why_command(what: str, words: Words, trace: str | None, out: Output) -> None:
     """Say why memory ran out: what held it, what of it is fragmentation, and what would make it fit.
 
@@ -53,6 +53,12 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
     source = read(what, asked, trace)
     out.say(f"explaining {what}")
     found = why(source, asked)
+    if out.report is not None:
+        from simulator.report.history import MOST_ROWS as ON_A_PAGE
+        from simulator.report.history import write_history
+
+        title = f"{what}: why it needs this memory"
+        write_history(out.report, title, found.sentences(), [found.history], found.tables(ON_A_PAGE))
     tables = (line for t in found.tables(MOST_ROWS) for line in ["", *t.lines()])
     lines = [*found.sentences(), *found.history.notes, *tables]
     out.show(found.to_json, lambda: "\n".join(lines))
@@ -81,11 +87,11 @@ def _message(what: str) -> Message | None:
 @click.argument("after", metavar="B")
 @asking(*DEVICE)
 @TRACE
-@answer_options
+@output_options
 def diff_command(before: str, after: str, words: Words, trace: str | None, out: Output) -> None:
     """Say how the memory of two runs differs, by category, module and line.
 
-    A and B are traces, plans, snapshots or rehearsals. A plan beside a trace is taken to be of that one.
+    A and B are traces, plans, snapshots, rehearsals or measurements. A plan beside a trace is taken to be of that one.
 
     \b
     simulate diff bert-base plan.json
@@ -104,6 +110,12 @@ def diff_command(before: str, after: str, words: Words, trace: str | None, out: 
         for name in (before, after)
     ]
     found = Diff(before=runs[0].history, after=runs[1].history)
+    if out.report is not None:
+        from simulator.report.history import MOST_ROWS as ON_A_PAGE
+        from simulator.report.history import write_history
+
+        title, both = f"{before} and {after}", [found.before, found.after]
+        write_history(out.report, title, (), both, found.tables(ON_A_PAGE))
     notes = dict.fromkeys((*found.before.notes, *found.after.notes))
     out.show(
         found.to_json,

@@ -19,7 +19,7 @@ from simulator.cli.options import (
     asking,
     output_options,
 )
-from traces.commands import Grouped, Output, Refused
+from traces.commands import Grouped, Output, OutputFile, Refused
 from traces.errors import SpecError
 from traces.files import check_writable
 
@@ -38,22 +38,23 @@ BUDGET = click.option(
 @asking(BUDGET, *DEVICE, BUDGET_OF, *LEVERS, *ERRORS, PLANNER, *SEARCH)
 @click.option("--shapes", metavar="RANGE", help="Check the plan at other sizes too, such as seq-len=16:512.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan to this file.")
+@click.option("--export", type=OutputFile(), metavar="FILE",
+              help="Write the step for memory_viz (FILE ends in .pickle) or Perfetto (in .json).")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o.")
 @click.option("-v", "--verbose", is_flag=True, help="Tell what lives at the peak, too.")
 @output_options
 def plan_command(
-    trace_name: str,
-    words: Words,
-    shapes: str | None,
-    output: Path | None,
-    force: bool,
-    verbose: bool,
-    out: Output,
-) -> None:
+    trace_name: str, words: Words, shapes: str | None, output: Path | None, export: Path | None, force: bool,
+    verbose: bool, out: Output,
+) -> None:  # fmt: skip
     """Simulate TRACE, and find the cheapest plan within a budget."""
     from simulator.prediction.ask import ask, problem_of, question
 
     asked = question(**words)
+    if export is not None:
+        from simulator.history.export import check_export, write_export
+
+        check_export(export)
     if output is not None:
         refuse_to_replace(output, force)
     problem = problem_of(trace_name)
@@ -72,6 +73,8 @@ def plan_command(
     if output is not None:
         refuse_to_replace(output, force)  # somebody's that came meanwhile
         found.planned.plan.save(output)
+    if export is not None:
+        write_export(export, found.planned)
     over = None
     if ranges is not None:
         traces = traces_of(problem.trace, trace_name, ranges, out.say)

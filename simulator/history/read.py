@@ -1,4 +1,4 @@
-"""Tell what a file is, and read it as a `History`: a trace, a plan of one, a rehearsal, a snapshot."""
+"""Tell what a file is, and read it as a `History`: a trace, a plan of one, a rehearsal, a snapshot, a measurement."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,10 +18,13 @@ from simulator.planners.outcome import where
 from simulator.prediction.ask import Question, problem_of
 from simulator.prediction.step import Prediction, predict
 from traces.errors import SpecError, TraceError
+from traces.records.measurement import Measurement
 from traces.records.plan import Plan
 from traces.records.trace import ACTIVATION, GRADIENT, PARAMETER, WORKSPACE
 
-KNOWN: Final = "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`"
+KNOWN: Final = (
+    "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`, `execute PLAN -o`"
+)
 # A rehearsal's words for what a trace calls otherwise.
 NAMES: Final = {"parameters": PARAMETER, "gradients": GRADIENT, "activations": ACTIVATION, "the rest": OTHER}
 
@@ -61,7 +65,10 @@ def read(name: str, question: Question, trace: str | None = None) -> Source:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise SpecError(f"{name}: this is none of what is read here: {KNOWN}.") from None
-    if isinstance(data, dict) and data.get("record") == "plan":
+    record = data.get("record") if isinstance(data, dict) else None
+    if record == "measurement":
+        return Source(history=_measured(name, Measurement.load(path)))
+    if record == "plan":
         if trace is None:
             raise SpecError(f"{name}: a plan is of a trace; name that with --trace.")
         return of_trace(trace, path, question)
@@ -109,6 +116,7 @@ def of_prediction(c: Prediction, name: str) -> History:
         most_reserved_bytes=None if reserved is None else reserved.highest_reserved_bytes,
         outside_bytes=None if device is None else device.context_bytes + device.reserve_bytes,
         device_bytes=None if device is None else device.memory_bytes,
+        curve=tuple((n, 0) for n in run.timeline.peak_bytes),
     )
 
 
@@ -139,4 +147,19 @@ def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
         outside_bytes=r["outside_bytes"],
         device_bytes=r["memory_bytes"],
         notes=tuple(f"torch said: {text}" for text in [r["out_of_memory"]] if text),
+        curve=tuple((p["requested_bytes"], p["reserved_bytes"]) for p in phases.values()),
+    )
+
+
+def _measured(name: str, m: Measurement) -> History:
+    run = m.measured
+    peaks = run.peaks_bytes or (run.peak_allocated_bytes or 0,)
+    return History(
+        name=name,
+        kind="measurement",
+        peak_bytes=run.peak_allocated_bytes or max(peaks),
+        parts={},
+        reserved_bytes=run.peak_reserved_bytes,
+        notes=(f"{name} is a measurement, which knows the peak of each iteration and not what held it.",),
+        curve=tuple(zip_longest(peaks, run.reserved_bytes[: len(peaks)], fillvalue=0)),
     )

@@ -1,9 +1,9 @@
-"""`History`: what held the memory of one run at its peak, whatever the run was."""
+"""`History`: the memory of one run over time, and what held it at the peak, whatever the run was."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final
@@ -52,6 +52,7 @@ class History:
     outside_bytes: int | None = None  # of the device's memory, what lies outside of torch; assumed
     device_bytes: int | None = None  # all memory of the device
     notes: tuple[str, ...] = ()
+    curve: Sequence[tuple[int, int]] = ()  # over its length, bytes requested and reserved (0: nobody knows)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -59,8 +60,8 @@ class History:
         return {"peak requested": self.peak_bytes, **reserved}
 
     def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = to_json(self)
-        return plain
+        """Return it without its curve."""
+        return {k: v for k, v in to_json(self).items() if k != "curve"}
 
 
 def parts_of(rows: Iterable[tuple[str, str, str, int]]) -> Parts:

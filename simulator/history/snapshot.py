@@ -73,6 +73,7 @@ def history_of(data: Any, source: str) -> History:
         free=_free(blocks, areas),
         refused=Refused(asked_bytes=e.size_bytes, free_bytes=e.free_bytes) if refusals else None,
         notes=tuple(notes),
+        curve=tuple(zip(requested, reserved, strict=True)),
     )
 
 

@@ -222,6 +222,25 @@ def front(curves: Mapping[str, Points]) -> dict[str, Any]:
 # Memory over the step
 
 
+def over_each_other(runs: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, Any]:
+    """What runs held over their length: bytes requested and reserved, point by point."""
+    alt = needed("altair")
+    unit, unit_name = bytes_unit(max([1, *(n for points in runs.values() for p in points for n in p)]))
+    rows = []
+    for name, points in runs.items():
+        for kind, column in zip(("requested", "reserved"), zip(*points, strict=True), strict=True):
+            for k in thin(column, range(len(points))) if any(column) else ():
+                note = f"{name}, {kind}: {show_bytes(column[k])}"
+                rows.append((100 * k / max(1, len(points) - 1), column[k] / unit, name, kind, note))
+    kinds = list(dict.fromkeys(kind for *_, kind, _ in rows))
+    dash = alt.StrokeDash("kind:N").scale(domain=kinds, range=[[1, 0], [2, 3]][: len(kinds)]).title(None)
+    x = alt.X("x:Q").title("share of the run, %").scale(domain=[0, 100], nice=False)
+    y = alt.Y("y:Q").title(unit_name).scale(zero=True)
+    base = drawn("x:Q y:Q run:N kind:N note:N", rows).mark_line(interpolate="step-after", strokeWidth=1.5)
+    colours = dict(zip(runs, (BLUE, RED), strict=False))
+    return finish(base.encode(x, y, colour("run", colours), dash, tooltip=["note:N"]), height=320)
+
+
 def thin(totals: Sequence[int], clock: Sequence[int]) -> tuple[int, ...]:
     """At most MOST_POINTS indices that keep a line's shape, and its highest and lowest entry exactly: half of them
     each are the highest and the lowest of equal stretches of `clock` (ascending)."""

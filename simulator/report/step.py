@@ -57,6 +57,10 @@ def write_study(path: str | Path, found: Study[Any]) -> Path:
             "the points are worked out."
         )
         blocks.append(Chart(charts.front(found.curves), caption))
+    if found.data.get("record") == "capacity":
+        from simulator.report.capacity import heat_map
+
+        blocks.append(heat_map(found))
     note = f"{provenance(problem.trace)} Every figure on this page is predicted; nothing was run."
     beside = Text(note, "note"), *warned(map(text, warnings_of(problem)))
     answer = Section("Answer", (Text(found.words), *blocks, found.table, *beside))

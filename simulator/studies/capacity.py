@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from simulator.prediction.ask import Say
 from simulator.show.tables import Cell, no, table, yes
-from simulator.studies.max_batch import MaxBatch, max_batch
+from simulator.studies.max_batch import MaxBatch, Probe, max_batch
 from simulator.studies.rows import Study
 from traces.model_spec import short_name
 from traces.records.plan import RESERVED
 from traces.units import show_bytes, show_percent
 
+FITS: Final = "fits"
+PLANNED: Final = "fits with a plan"
+NOT: Final = "does not fit"
+
+
+def verdict(p: Probe) -> str:
+    return FITS if p.fits else PLANNED if p.plan_fits else NOT
+
+
+def in_words(p: Probe) -> str:
+    """What a device has for a batch size, in a few characters."""
+    if p.fits:
+        return show_bytes(p.untouched.peak_bytes(RESERVED) or p.untouched.peak_allocated_bytes)
+    return show_percent(p.overhead_percent, signed=True, digits=1) if p.plan_fits else ""
+
 
 def _cell(batch_size: int) -> Callable[[MaxBatch], Cell]:
-    """What a device has for a batch size, in a few characters."""
-
     def shown(found: MaxBatch) -> Cell:
         p = found.probe(batch_size)
-        if p.fits:
-            return yes(show_bytes(p.untouched.peak_bytes(RESERVED) or p.untouched.peak_allocated_bytes))
-        return Cell(show_percent(p.overhead_percent, signed=True, digits=1)) if p.plan_fits else no()
+        return yes(in_words(p)) if p.fits else Cell(in_words(p)) if p.plan_fits else no()
 
     return shown
 

@@ -1,0 +1,110 @@
+"""A predicted step as torch's snapshot and as Perfetto's events, and the pages of runs: figures are the replay's."""
+
+from __future__ import annotations
+
+import csv
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from simulator.allocator.replay import recording_from_snapshot, replay
+from simulator.cli.main import main
+from simulator.core.facts import OFFLOAD
+from simulator.history.export import AGAIN, perfetto_of, snapshot_of
+from simulator.history.snapshot import history_of
+from simulator.prediction.ask import plan as planned
+from simulator.prediction.ask import simulate
+from tests.core.test_history import chain
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.store import save
+
+
+@pytest.mark.parametrize("recomputed", [(), (3, 4, 5)])
+def test_an_exported_step_is_what_the_replay_says(recomputed: tuple[int, ...]) -> None:
+    c = chain(*recomputed)
+    data = snapshot_of(c)
+    assert history_of(data, "s").peak_bytes == c.planned.timeline.peak_allocated_bytes
+    recording = recording_from_snapshot(data, "s")
+    again = replay(recording)
+    assert again.same_addresses == again.allocations
+    assert again.segment_requests == recording.segment_requests
+    for s in data["segments"]:
+        assert s["total_size"] == sum(b["size"] for b in s["blocks"])
+    told = {f["name"]: f["line"] for e in data["device_traces"][0] for f in e["frames"]}
+    assert len({*told.values()}) == len(told)  # tools that group by file and line must not mix names
+    assert (AGAIN in told) == bool(recomputed)
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+def test_an_exported_step_of_a_gpu_reserves_what_is_predicted(conf: str) -> None:
+    c = simulate("bert-base", alloc_conf=conf)
+    data, reserved = snapshot_of(c), c.planned_fit.reserved
+    assert reserved is not None
+    h = history_of(data, "s")
+    assert h.peak_bytes == reserved.peak_requested_bytes
+    assert h.most_reserved_bytes == reserved.peak_reserved_bytes == max(there for _, there in h.curve)
+    assert (
+        replay(recording_from_snapshot(data, "s")).figures.peak_reserved_bytes == reserved.peak_reserved_bytes
+    )
+
+
+def test_perfettos_events_are_of_the_trace_event_format() -> None:
+    c = chain(3, 4)
+    data = json.loads(json.dumps(perfetto_of(c.step.trace, c.planned)))
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in data["traceEvents"]:
+        kinds.setdefault(row["ph"], []).append(row)
+        assert row["name"]
+        assert row["pid"] == 1
+    assert {*kinds} == {"M", "X", "C"}
+    names = {row["tid"]: row["args"]["name"] for row in kinds["M"] if row["name"] == "thread_name"}
+    again = [row for row in kinds["X"] if names[row["tid"]] == AGAIN]
+    assert len(again) == c.planned.timeline.recomputed_ops > 0
+    assert sum(row["dur"] for row in kinds["X"]) * 1000 == c.planned.timeline.step_time_ns
+    for tid in names:  # what overlaps on one track is not drawn
+        ends = [(row["ts"], row["ts"] + row["dur"]) for row in kinds["X"] if row["tid"] == tid]
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(ends))
+    assert [sum(row["args"].values()) for row in kinds["C"]] == list(c.planned.timeline.peak_bytes)
+
+
+def test_copies_have_tracks_of_their_own() -> None:
+    c = simulate("bert-base", planned("bert-base", "80%", levers="offload", seconds=0.2))
+    rows = perfetto_of(c.step.trace, c.planned)["traceEvents"]
+    out = [row for row in rows if row["ph"] == "X" and row["tid"] == 4]
+    assert len(out) == sum(t == OFFLOAD for t in c.step.trace.ops.target) > 0
+    for a, b in pairwise(out):
+        assert a["ts"] + a["dur"] <= b["ts"] + 1e-6
+
+
+def test_files_and_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vl_convert = pytest.importorskip("vl_convert")
+    from tests.core.test_report import specifications
+
+    monkeypatch.chdir(tmp_path)
+    save(chain().step.trace, "t")
+    run = RunFigures(peak_allocated_bytes=12, step_time_ns=3, peaks_bytes=(11, 12))
+    runs = dict.fromkeys(("predicted", "measured", "keep_all_predicted", "keep_all", "eager"), run)
+    words = {
+        "model": "m",
+        "planner": "save-all",
+        "fingerprint": "f",
+        "device": "cpu",
+        "provenance": "measured-cpu",
+    }
+    Measurement(options={}, budget_bytes=None, environment={}, **words, **runs).save("m.json")
+    for asked in ("t --export s.pickle", "t --export p.json", "why s.pickle --report 1.html",
+                  "diff t m.json --report 2.html", "diff t s.pickle --report 3.html"):  # fmt: skip
+        said = CliRunner().invoke(main, [*asked.split(), "-q"])
+        assert said.exit_code == 0, said.output
+    assert json.loads(Path("p.json").read_text())["traceEvents"]
+    for k, curves in enumerate((1, 2, 2), 1):
+        (spec,) = specifications(Path(f"{k}.html").read_text("utf-8"))
+        vl_convert.vegalite_to_vega(spec)
+        (points,) = spec["datasets"].values()
+        assert len({row["run"] for row in csv.DictReader(points.splitlines())}) == curves
+    refused = CliRunner().invoke(main, ["t", "--export", "x.txt"])
+    assert (refused.exit_code, "memory_viz" in refused.output) == (2, True)
