@@ -81,6 +81,14 @@ class Block(nn.Module):
         return self.drop(self.act(self.norm(self.linear(x)))) + self.beta * x
 
 
+class Linear(nn.Module):
+    """What small nets share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
 LIBRARY = torch.library.Library("lowtide_tests", "DEF")
 LIBRARY.define("drawn(Tensor x) -> Tensor")
 LIBRARY.impl("drawn", lambda x: torch.rand(x.shape), "CompositeExplicitAutograd")
@@ -167,11 +175,11 @@ def changed_before(change: Script, m: nn.Module) -> Any:
 
 
 def made_of(forward: Callable[..., Any], **parts: Callable[[], Any]) -> type[nn.Module]:
-    """A class of a forward and its parts; `a` is a linear layer."""
+    """A class of a forward and its parts; `linear` is one of them."""
 
     def make(self: Any) -> None:
         nn.Module.__init__(self)
-        for name, part in ({"a": partial(nn.Linear, 8, 8)} | parts).items():
+        for name, part in ({"linear": partial(nn.Linear, 8, 8)} | parts).items():
             made = part()
             buffer = isinstance(made, torch.Tensor) and not isinstance(made, nn.Parameter)
             self.register_buffer(name, made) if buffer else setattr(self, name, made)
@@ -328,47 +336,41 @@ changes("another graph", first=True, one_block_in_evaluation_mode=lambda m: m.bl
 SCALE = 1.0
 
 
-class WithGlobals(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class WithGlobals(Linear):
     power = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).sigmoid() ** self.power * SCALE
 
 
-@row(net=WithGlobals)
-def a_global_changed(m: Any) -> Any:
-    global SCALE
-    try:
-        first = step(m)
-        SCALE = 3.0
-        return first, step(m)
-    finally:
-        SCALE = 1.0
+def switched(
+    name: str,
+    change: Callable[[Any, Any], object],
+    values: Any = (1.0, 3.0, 1.0),
+    *,
+    net: Callable[[], nn.Module] = WithGlobals,
+    ends: str = EQUAL,
+    slow: bool = False,
+) -> None:
+    """A row in which something of the model or of the process is another for the second step."""
+
+    def script(m: Any) -> Any:
+        try:
+            return [(change(m, value), step(m))[1] for value in values]
+        finally:
+            change(m, values[0])
+
+    rows(ends, net, slow=slow, **{name: script})
 
 
-@row(net=WithGlobals)
-def an_attribute_of_the_class_changed(m: Any) -> Any:
-    try:
-        first = step(m)
-        WithGlobals.power = 3.0
-        return first, step(m)
-    finally:
-        WithGlobals.power = 2.0
-
-
-@row("another graph", net=WithGlobals)
-def forward_replaced_in_the_class(m: Any) -> Any:
-    forward = WithGlobals.forward
-    try:
-        first = step(m)
-        WithGlobals.forward = lambda self, x: self.linear(x).tanh()
-        return first, step(m)
-    finally:
-        WithGlobals.forward = forward
+switched("a_global_changed", lambda m, x: globals().update(SCALE=x))
+switched("an_attribute_of_the_class_changed", lambda m, x: setattr(WithGlobals, "power", x), (2.0, 3.0))
+switched(
+    "forward_replaced_in_the_class",
+    lambda m, x: setattr(WithGlobals, "forward", x),
+    (WithGlobals.forward, lambda self, x: self.linear(x).tanh()),
+    ends="another graph",
+)
 
 
 @dataclass(slots=True)
@@ -394,12 +396,11 @@ def helper(x: torch.Tensor) -> torch.Tensor:
     return by_default(GAIN(x * TABLE["outer"])) * numbers.factor * float(os.environ.get("A_TEST_S_GAIN", "1"))
 
 
-class Helped(nn.Module):
+class Helped(Linear):
     """Every number that decides its result stands behind a function that its forward calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.by_hand = partial(by_default, gain=1.0)
 
     @property
@@ -410,24 +411,7 @@ class Helped(nn.Module):
         return self.by_hand(self.scaled(self.linear(x).sigmoid()))
 
 
-def helped(name: str, change: Callable[[Any, float], object], *, slow: bool = True) -> None:
-    """A row in which something that a helper function takes is 3 for a step, and then 1 again."""
-
-    def script(m: Any) -> Any:
-        results = []
-        try:
-            for value in (1.0, 3.0, 1.0):
-                change(m, value)
-                results.append(step(m))
-        finally:
-            change(m, 1.0)
-        return results
-
-    script.__name__ = name
-    row(net=Helped)(script)
-    SLOW.update([name] if slow else [])
-
-
+helped = partial(switched, net=Helped, slow=True)
 helped("a_table_that_a_helper_reads", lambda m, x: TABLE.update(outer=x), slow=False)
 helped("a_table_that_an_object_s_call_reads", lambda m, x: TABLE.update(inner=x))
 helped("a_slot_of_a_global_object", lambda m, x: setattr(GAIN, "value", x))
@@ -442,11 +426,7 @@ helped("a_helper_replaced", lambda m, x: globals().update(by_default=lambda y, g
 def closure() -> tuple[type[nn.Module], Callable[[float], None]]:
     gain = 1.0
 
-    class Closed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
+    class Closed(Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).sigmoid() * gain
 
@@ -460,14 +440,7 @@ def closure() -> tuple[type[nn.Module], Callable[[float], None]]:
 Closed, set_gain = closure()
 
 
-@row(net=Closed)
-def a_closure_s_variable_changed(m: Any) -> Any:
-    try:
-        first = step(m)
-        set_gain(3.0)
-        return first, step(m)
-    finally:
-        set_gain(1.0)
+switched("a_closure_s_variable_changed", lambda m, x: set_gain(x), net=Closed)
 
 
 def pooled(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -478,12 +451,11 @@ Convolution = made_of(pooled, conv=partial(nn.Conv1d, 1, 2, 3, padding=1))
 changes(net=Convolution, a_convolution_s_stride=lambda m: setattr(m.conv, "stride", (2,)))
 
 
-class Tensors(nn.Module):
+class Tensors(Linear):
     """A tensor that is neither parameter nor buffer, and one in a list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.plain = torch.ones(8)
         self.several = [torch.ones(8)]
 
@@ -498,11 +470,7 @@ rows(net=Tensors, tensors_that_are_no_buffers=lambda m: step(m))
 # Arguments
 
 
-class Arguments(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Arguments(Linear):
     def forward(self, x: torch.Tensor, *others: Any, gain: Any = 1.0, **kwargs: Any) -> Any:
         for other in others:
             values = getattr(other, "values", other)
@@ -561,12 +529,8 @@ rows(
 )
 
 
-class Writing(nn.Module):
+class Writing(Linear):
     """Overwrites its first argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
         other = x if other is None else other
@@ -584,34 +548,25 @@ def a_view_of_a_larger_tensor(m: Any) -> Any:
 # Settings of the process
 
 
-class Making(nn.Module):
-    """Makes tensors of the default type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(x).sigmoid() * torch.linspace(0, 1, 8)).square()
+# Makes tensors of the default type.
+Making = made_of(lambda s, x: (s.linear(x).sigmoid() * torch.linspace(0, 1, 8)).square())
 
 
-class Deterministic(Making):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flag = torch.are_deterministic_algorithms_enabled()
-        return super().forward(x) * (3.0 if flag else 1.0)
+Deterministic = made_of(
+    lambda s, x: s.linear(x).sigmoid() * (3.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Between forward and backward
 
 
-class Shallow(nn.Module):
+class Shallow(Linear):
     """Eager's backward reads neither its input nor its biases; a recomputation reads both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(8))
-        self.linear = nn.Linear(8, 8)
         self.register_buffer("offset", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -680,16 +635,8 @@ def an_output_changed_in_place(m: Any) -> Any:
     return losses
 
 
-class Views(nn.Module):
-    """Two outputs that share memory, and one that is the argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.linear(x)
-        return y, y[0], x
+# Two outputs that share memory, and one that is the argument.
+Views = made_of(lambda s, x: (lambda y: (y, y[0], x))(s.linear(x)))
 
 
 @row(net=Views)
@@ -700,15 +647,8 @@ def outputs_that_share_memory_changed_in_place(m: Any) -> Any:
         total(out).backward()
 
 
-class Sigmoid(nn.Module):
-    """Its output is what its backward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).sigmoid()
+# Its output is what its backward reads.
+Sigmoid = made_of(lambda s, x: s.linear(x).sigmoid())
 
 
 @row(net=Sigmoid)
@@ -740,7 +680,7 @@ def evaluation_between_forward_and_backward(m: Any) -> Any:
     return out
 
 
-AsksWhetherItTrains = made_of(lambda s, x: functional.dropout(s.a(x), 0.5, training=s.training))
+AsksWhetherItTrains = made_of(lambda s, x: functional.dropout(s.linear(x), 0.5, training=s.training))
 rows(
     net=AsksWhetherItTrains,
     training_and_evaluation_by_turns=lambda m: [
@@ -771,16 +711,8 @@ def a_call_without_the_plan_before_one_by_it_in_one_loss(m: Any) -> Any:
     return loss.item()
 
 
-class Complex(nn.Module):
-    """Weights, argument and result of complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8, dtype=torch.cfloat)
-        self.b = nn.Linear(8, 8, dtype=torch.cfloat)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.a(torch.complex(x, x))))
+ComplexLinear = partial(nn.Linear, 8, 8, dtype=torch.cfloat)
+Complex = made_of(lambda s, x: s.b(torch.tanh(s.a(torch.complex(x, x)))), a=ComplexLinear, b=ComplexLinear)
 
 
 def magnitude(out: torch.Tensor) -> torch.Tensor:
@@ -862,16 +794,8 @@ def one_output_alone(m: Any) -> Any:
     return optimizer.state_dict()
 
 
-class Halves(nn.Module):
-    """Its outputs are parts of one value, whose gradient is put together from both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        a, b = self.trunk(x).sigmoid().split(4, 1)
-        return a.sigmoid(), b.sigmoid()
+# Its outputs are parts of one value, whose gradient is put together from both.
+Halves = made_of(lambda s, x: tuple(part.sigmoid() for part in s.linear(x).sigmoid().split(4, 1)))
 
 
 rows(net=Halves, one_half_alone=lambda m: m(batch())[1].sum().backward())
@@ -881,10 +805,9 @@ rows(net=Halves, one_half_alone=lambda m: m(batch())[1].sum().backward())
 # State that forward changes
 
 
-class Stateful(nn.Module):
+class Stateful(Linear):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.register_buffer("ema", torch.zeros(8))
         self.calls = 0
         self.seen: list[Any] = []
@@ -986,13 +909,7 @@ def a_seed_set_in_forward(self: Any, y: torch.Tensor) -> torch.Tensor:
 GENERATOR = torch.Generator()
 
 
-class WithGenerator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + torch.rand(8, generator=GENERATOR)
+WithGenerator = made_of(lambda s, x: s.linear(x) + torch.rand(8, generator=GENERATOR))
 
 
 @stateful(EQUAL)
@@ -1010,11 +927,7 @@ def a_gradient_inside(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y * g
 
 
-class Clipping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Clipping(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.linear.weight.clamp_(-0.2, 0.2)
@@ -1028,50 +941,49 @@ rows("overwrites the parameter", net=Clipping, a_parameter_clipped_in_forward=la
 # Hooks of the user's own
 
 
-@row()
-def a_hook_that_stores_features(m: Any) -> Any:
-    features = []
+def storing(register: Callable[[Any, list[Any]], Any], script: Script = steps) -> Script:
+    """Train with hooks that store something."""
 
-    def store(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        features.append(out)
+    def run(m: Any) -> Any:
+        seen: list[Any] = []
+        register(m, seen)
+        return script(m), seen
 
-    m.block.register_forward_hook(store)
-    return steps(m), features
-
-
-@row()
-def a_hook_that_stores_features_added_later(m: Any) -> Any:
-    features = []
-    first = step(m)
-    m.block.register_forward_hook(lambda module, args, out: features.append(out))
-    return first, step(m), features
+    return run
 
 
-@row("another graph")
-def a_hook_that_transforms_and_counts(m: Any) -> Any:
-    counts = []
-
-    def both(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-        counts.append(1)
-        return out * 2
-
-    m.block.register_forward_hook(both)
-    return steps(m), counts
-
-
-@row("hook")
-def a_backward_hook_that_stores_gradients(m: Any) -> Any:
-    grads = []
-    m.block.register_full_backward_hook(lambda module, gin, gout: grads.append(gout[0]))
-    return steps(m), grads
-
-
-@row()
-def hooks_on_the_root_that_store(m: Any) -> Any:
-    seen = []
-    m.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    m.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
-    return steps(m), seen
+rows(
+    a_hook_that_stores_features=storing(
+        lambda m, seen: m.block.register_forward_hook(lambda _, args, out: seen.append(out))
+    ),
+    hooks_on_the_root_that_store=storing(
+        lambda m, seen: (
+            m.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone())),
+            m.register_forward_hook(lambda _, args, out: seen.append(out.detach().clone())),
+        )
+    ),
+    a_hook_that_stores_features_added_later=storing(
+        lambda m, seen: (step(m), m.block.register_forward_hook(lambda _, args, out: seen.append(out)))
+    ),
+    post_accumulate_hooks_and_gradients_asked_for=storing(
+        lambda m, seen: m.head.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(p.grad.clone())
+        ),
+        lambda m: (torch.autograd.grad(total(m(batch())), [m.head.weight]), step(m)),
+    ),
+)
+rows(
+    "another graph",
+    a_hook_that_transforms_and_counts=storing(
+        lambda m, seen: m.block.register_forward_hook(lambda _, args, out: seen.append(1) or out * 2)
+    ),
+)
+rows(
+    "hook",
+    a_backward_hook_that_stores_gradients=storing(
+        lambda m, seen: m.block.register_full_backward_hook(lambda _, gin, gout: seen.append(gout[0]))
+    ),
+)
 
 
 class Hooked(WithGlobals):
@@ -1083,25 +995,19 @@ class Hooked(WithGlobals):
 rows(net=Hooked, a_hook_that_transforms=lambda m: steps(m))
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Its weights are made by torch's hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated, and in many models
-            self.first = nn.utils.weight_norm(nn.Linear(8, 8))
-        self.second = nn.utils.spectral_norm(nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).sigmoid())
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and in many models
+        first = nn.utils.weight_norm(nn.Linear(8, 8))
+    return nn.Sequential(first, nn.Sigmoid(), nn.utils.spectral_norm(nn.Linear(8, 8)))
 
 
-rows(net=Normed, weights_made_by_torch_s_hooks=lambda m: steps(m))
+rows(net=normed, weights_made_by_torch_s_hooks=lambda m: steps(m))
 
 
 Parametrized = made_of(
-    lambda s, x: s.a(x).sigmoid(), a=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    lambda s, x: s.linear(x).sigmoid(),
+    linear=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
 )
 rows(net=Parametrized, weights_made_by_a_parametrization=trained)
 
@@ -1343,16 +1249,15 @@ def a_buffer_whose_data_is_replaced(self: Any, y: torch.Tensor) -> torch.Tensor:
 
 Transposed = (
     made_of(  # torch's shape function has the gradient of the loss lie otherwise than its kernel does
-        lambda s, x: functional.mse_loss(s.a(x).view(6, 2, 4).transpose(1, 2), torch.ones(6, 4, 2))
+        lambda s, x: functional.mse_loss(s.linear(x).view(6, 2, 4).transpose(1, 2), torch.ones(6, 4, 2))
     )
 )
 rows(net=Transposed, a_loss_of_a_transposed_value=lambda m: steps(m))
 
 
-class ByLambda(nn.Module):
+class ByLambda(Linear):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.scale = 2.0
         self.scaled = lambda x: self.linear(x).sigmoid() * self.scale
 
@@ -1370,35 +1275,32 @@ class ByProxy(ByLambda):
 rows("cannot be captured", net=ByProxy, a_weak_proxy_of_self=lambda m: steps(m))
 
 
-class NamesItsOwn(nn.Module):
-    """Its optimizer is to see the head alone."""
+class NamesItsOwn(nn.Sequential):
+    """Its optimizer is to see its head alone."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.trunk(x).sigmoid())
+        super().__init__(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self.head.named_parameters(*args, **kwargs)
+        return self[2].named_parameters(*args, **kwargs)
 
 
 rows(
     "cannot be captured",
     net=NamesItsOwn,
-    named_parameters_of_its_own=lambda m: (steps(m), m.trunk.weight.grad),
+    named_parameters_of_its_own=lambda m: (steps(m), m[0].weight.grad),
 )
 
 
-class GeluAndDice(WithGenerator):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.gelu(super().forward(x))
+GeluAndDice = made_of(lambda s, x: functional.gelu(s.linear(x) + torch.rand(8, generator=GENERATOR)))
 
 
-class CalledOtherwise(Sigmoid):
+class CalledOtherwise(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return 3 * super().__call__(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sigmoid()
 
 
 rows("another graph", net=CalledOtherwise, a_call_of_the_class_s_own=lambda m: steps(m))
@@ -1475,20 +1377,11 @@ class Counts(torch.autograd.Function):
         return grads[0] * 2
 
 
-class Counting(Sigmoid):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Counts.apply(super().forward(x))
+Counting = made_of(lambda s, x: Counts.apply(s.linear(x).sigmoid()))
 
 
-class Drawing(nn.Module):
-    """An op of its own that draws and does not say so, before one that saves what it made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(x) * torch.ops.lowtide_tests.drawn(x)).sigmoid() * 2
+# An op of its own that draws and does not say so, before one that saves what it made.
+Drawing = made_of(lambda s, x: (s.linear(x) * torch.ops.lowtide_tests.drawn(x)).sigmoid() * 2)
 
 
 rows(net=Drawing, an_op_that_draws_and_does_not_say_so=lambda m: steps(m))
@@ -1522,14 +1415,6 @@ def post_accumulate_hooks_and_chosen_inputs(m: Any) -> Any:
     return dict(seen[:1]), dict(
         sorted(seen[1:], key=lambda x: x[0])
     )  # which comes first is autograd's affair
-
-
-@row()
-def post_accumulate_hooks_and_gradients_asked_for(m: Any) -> Any:
-    seen = []
-    m.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    (g,) = torch.autograd.grad(total(m(batch())), [m.head.weight])
-    return g, seen, step(m)
 
 
 @row(net=Shallow)
@@ -1888,8 +1773,8 @@ def test_arguments_that_torch_conjugates_or_negates_when_they_are_read_are_added
 def test_backward_under_autocast_is_refused_where_forward_leaves_it_and_allowed_elsewhere() -> None:
     def call(s: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad() if s.c else nullcontext(), torch.autocast("cpu", enabled=False):
-            y = s.a(x)
-        return s.a(y) * y
+            y = s.linear(x)
+        return s.linear(y) * y
 
     for without, refused in (
         (True, nullcontext()),
