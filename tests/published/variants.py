@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.published.models import SIZES, VOCABULARY, Embedding, softmax
+from tests.published import models
 
 
 class Linear(nn.Module):
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         scores = torch.einsum("...qd,...kd->...qk", q, k)
         scores = scores / math.sqrt(k.shape[-1])
         scores = scores.masked_fill(mask == False, -1e9)  # noqa: E712
-        y = torch.einsum("...qk,...kd->...qd", softmax(scores), v)
+        y = torch.einsum("...qk,...kd->...qd", models.softmax(scores), v)
         return self.out(y.permute(0, 2, 1, 3).flatten(-2))
 
 
@@ -110,19 +110,13 @@ class Block(nn.Module):
         return x + h
 
 
-class Transformer(nn.Module):
+class Transformer(models.Transformer):
     def __init__(self, context: int, width: int, inner: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.embedding = Embedding(VOCABULARY, width)
+        nn.Module.__init__(self)
+        self.embedding = models.Embedding(models.VOCABULARY, width)
         self.layers = nn.ModuleList(Block(width, inner, heads, context) for _ in range(layers))
         self.norm = RMSNorm(width)
-        self.head = Linear(width, VOCABULARY)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        self.head = Linear(width, models.VOCABULARY)
 
 
 def cross_entropy(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -155,8 +149,8 @@ class AdamW(torch.optim.Optimizer):
 
 
 def kk512() -> dict[str, Any]:
-    model = Transformer(512, *SIZES["2.7B"])
-    ids = torch.randint(VOCABULARY, (4, 512))
+    model = Transformer(512, *models.SIZES["2.7B"])
+    ids = torch.randint(models.VOCABULARY, (4, 512))
     return {
         "model": model,
         "batch": (ids, ids),
