@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import strategies as st
 
+from simulator.core.problem import Problem
+from simulator.core.schedule import build
 from tests.exhaust import Facts
 from tests.tiny import Op, trace
 from traces.records.plan import RECOMPUTE, SAVE, Action
@@ -121,3 +125,45 @@ def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True, rich: bool = Tr
 def traces_with_actions(draw: st.DrawFn, *, rich: bool = True) -> tuple[Trace, tuple[Action, ...]]:
     of = draw(traces())
     return of, draw(actions(of, rich=rich))
+
+
+def random_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
+    """Actions of every kind, on about half of what can have one.
+
+    Candidates are recomputed, or saved and evicted after ops that read them, in forward and backward; some are
+    retained once they are back, some not; links of chains likewise; and some values that backward does not read are
+    saved.
+    """
+    problem = Problem(trace)
+    ops, sts = trace.ops, trace.storages
+    readers: dict[int, list[int]] = {}
+    for i in range(len(ops)):
+        for s in ops.reads[i]:
+            readers.setdefault(s, []).append(i)
+    eager = [i for i in range(problem.forward_end) if ops.flags[i] & EAGER]
+
+    def some_of(s: int) -> tuple[int, ...]:
+        """Readers after which it goes; not in forward where the user's code holds or reads it later."""
+        until = max([sts.hold[s] - 1, *(i - 1 for i in eager if s in ops.reads[i])])
+        mine = [i for i in readers.get(s, ()) if i >= problem.forward_end or i > until]
+        return tuple(i for i in mine if rng.random() < 0.3)
+
+    actions = []
+    for s in problem.candidates:
+        if rng.random() < 0.6:
+            recipe = RECOMPUTE if rng.random() < 0.6 else SAVE
+            actions.append(
+                Action(storage=s, recipe=recipe, retain=rng.random() < 0.6, evict_after=some_of(s))
+            )
+    for s, producer in enumerate(sts.producer):
+        if problem.saved_by_default[s] or problem.pinned[s] or not 0 <= producer < trace.meta.forward_ops:
+            continue
+        draw = rng.random()
+        if draw < 0.15:
+            actions.append(
+                Action(storage=s, recipe=SAVE, evict_after=some_of(s) if problem.rebuildable[s] else ())
+            )
+        elif draw < 0.4 and problem.rebuildable[s]:
+            actions.append(Action(storage=s, recipe=RECOMPUTE, evict_after=some_of(s)))
+    build(problem, actions)  # every such plan is possible
+    return tuple(actions)

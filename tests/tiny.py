@@ -148,6 +148,16 @@ def trace(
     return out
 
 
+def storage(of: Trace, name: str) -> int:
+    return of.storages.name.index(name)
+
+
+def names(of: Trace, column: str, op: str) -> list[str]:
+    """What an op reads or writes, or the ops that its inputs are of."""
+    found = getattr(of.ops, column)[of.ops.name.index(op)]
+    return [(of.ops if column == "inputs" else of.storages).name[k] for k in found]
+
+
 def chain(n: int, size: int = 4, time_ns: int = 1) -> Trace:
     """x1 = f(x0) ... xn = f(xn-1), then a backward that reads every x once, from the last to the first.
 

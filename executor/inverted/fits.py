@@ -1,7 +1,8 @@
 """Coefficients: each activation's derivative as a function of its output, on either side of its minimum.
 
-`python -m tests.bench.inverted_fit` makes them. Right of the minimum, s = sqrt(y - y_min) removes the fold, and
-f' = s * over(s - middle) / under(s - middle); left of it u = sqrt(-log(y / y_min)) grows like the input, and
+They are least squares fits, in double precision, with weights that are raised where the error is large (Lawson) and a
+denominator from the round before (Sanathanan and Koerner). Right of the minimum, s = sqrt(y - y_min) removes the fold,
+and f' = s * over(s - middle) / under(s - middle); left of it u = sqrt(-log(y / y_min)) grows like the input, and
 f' = y / y_min * left(u).
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import given, settings
 from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
-from tests.strategies import traces_with_actions
+from tests.strategies import random_actions, traces_with_actions
 from tests.tiny import bwd, fwd, trace
 from tests.walked import evaluate, state_of
 from traces.errors import PlanError
-from traces.records.plan import SAVE, Action
+from traces.records.plan import Action
 from traces.records.store import load
 from traces.records.trace import RANDOM, Trace
 
@@ -42,32 +43,13 @@ def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
 def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     problem = Problem(of)
-    # It knows no evictions while forward runs.
-    late = (
-        replace(a, evict_after=tuple(c for c in a.evict_after if c >= problem.forward_end)) for a in actions
-    )
-    check(of, Evaluator(problem), tuple(late))
+    check(of, Evaluator(problem), late(problem, actions))
 
 
-def draw_actions(draw: random.Random, of: Trace, problem: Problem) -> tuple[Action, ...]:
-    """A plan of any density with every kind of action."""
-    share, recompute, saved, dropped = (draw.random() for _ in range(4))
-    backward = range(problem.forward_end, len(of.ops))
-    candidates = set(problem.candidates)
-    out = []
-    for s in range(len(of.storages)):
-        link = problem.rebuildable[s] and not problem.saved_by_default[s] and not problem.pinned[s]
-        if (s in candidates or (link and draw.random() < 0.1)) and draw.random() < recompute:
-            after = draw.sample(backward, 2) if draw.random() < dropped / 4 else ()
-            out.append(
-                Action(storage=s, retain=draw.random() < 0.3 + share, evict_after=tuple(sorted(after)))
-            )
-        elif (s in candidates or link) and draw.random() < saved / 2:
-            after = draw.sample(backward, 2) if draw.random() < dropped / 2 else ()
-            if after or link:
-                retain = draw.random() < 0.3 + share
-                out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=tuple(sorted(after))))
-    return tuple(out)
+def late(problem: Problem, actions: Iterable[Action]) -> tuple[Action, ...]:
+    """It knows no evictions while forward runs."""
+    turn = problem.forward_end
+    return tuple(replace(a, evict_after=tuple(c for c in a.evict_after if c >= turn)) for a in actions)
 
 
 @pytest.mark.parametrize("name", ["resnet152", "bert-base", "resnet152-cpu/trace-b8"])
@@ -76,7 +58,7 @@ def test_it_agrees_on_the_gallery(name: str) -> None:
     evaluator = Evaluator(Problem(of))
     draw = random.Random(name)
     for _ in range(12):
-        check(of, evaluator, draw_actions(draw, of, evaluator.problem))
+        check(of, evaluator, late(evaluator.problem, random_actions(of, draw)))
 
 
 def test_a_long_plan_makes_the_arrays_grow() -> None:

@@ -10,7 +10,7 @@ import simulator as api
 from simulator.core.problem import Problem
 from simulator.levers import exactness_of, rewritten
 from simulator.levers.invert import CPU_FACTOR, FROM_OUTPUT, offer
-from tests.tiny import Op, bwd, fwd, trace
+from tests.tiny import Op, bwd, fwd, names, storage, trace
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import EAGER, Trace
@@ -33,15 +33,6 @@ def step(*more: Op, arguments: tuple[str, str] = NONE, backward: str = BACKWARD,
         bwd({"gw": 4 * N}, "gx"),
     ]
     return trace(ops, {"w": 4 * N, "v": 4 * N})
-
-
-def storage(t: Trace, name: str) -> int:
-    return t.storages.name.index(name)
-
-
-def names(t: Trace, column: str, op: str) -> list[str]:
-    found = getattr(t.ops, column)[t.ops.name.index(op)]
-    return [(t.ops if column == "inputs" else t.storages).name[k] for k in found]
 
 
 @pytest.mark.parametrize(("arguments", "kind"), [(NONE, "gelu"), (TANH, "gelu_tanh")])

@@ -18,7 +18,7 @@ from simulator.core.schedule import Schedule
 from simulator.levers import exactness_of, offload, rewritten, rewritten_problem
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
-from tests.tiny import bwd, fwd, trace
+from tests.tiny import bwd, fwd, storage, trace
 from tests.walked import state_of
 from traces.devices import device
 from traces.errors import PlanError, SpecError
@@ -62,10 +62,6 @@ def rungs(t: Trace, levers: Levers) -> list[tuple[Rewrite, ...]]:
 
 def offered(t: Trace) -> list[Rewrite]:
     return [replace(r, bytes_per_s=RATE) for r in offload.offer(Problem(t))]
-
-
-def storage(t: Trace, name: str) -> int:
-    return t.storages.name.index(name)
 
 
 def test_the_four_ops_stand_where_the_copies_hide() -> None:

@@ -13,7 +13,7 @@ from simulator.levers import LEVERS, exactness_of, in_order, rewritten
 from simulator.levers.pack import at_rate, costs, offer, pass_rate
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, plan_with_levers
-from tests.tiny import bwd, fwd, trace
+from tests.tiny import bwd, fwd, names, storage, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Action, Plan, Rewrite
 from traces.records.trace import EAGER, RANDOM, Trace
@@ -47,25 +47,13 @@ def step(dtype: str = "float32", **more: object) -> Trace:
     return replace(made, storages=sts, ops=replace(made.ops, bytes_moved=(8 * N,) * len(ops)))
 
 
-def names(t: Trace, column: str, op: str) -> list[str]:
-    return [t.storages.name[s] for s in getattr(t.ops, column)[t.ops.name.index(op)]]
-
-
-def inputs(t: Trace, op: str) -> list[str]:
-    return [t.ops.name[i] for i in t.ops.inputs[t.ops.name.index(op)]]
-
-
-def storage(t: Trace, name: str) -> int:
-    return t.storages.name.index(name)
-
-
 def test_it_is_packed_after_forwards_last_reader_and_unpacked_before_backwards_first() -> None:
     t = step()
     made = rewritten(t, [Rewrite(kind="int8", storage=storage(t, "x"))])
     assert made.ops.name == ("x", "y", "x_packed", "v", "z", "gz", "gv", "x_unpacked", "gx", "gw")
     assert names(made, "reads", "y") == ["x"]
     assert names(made, "reads", "gx") == ["gv", "x_unpacked"]
-    assert inputs(made, "gw") == ["gx", "x_unpacked"]
+    assert names(made, "inputs", "gw") == ["gx", "x_unpacked"]
     payload, back = storage(made, "x_packed"), storage(made, "x_unpacked")
     assert made.storages.nbytes[payload] == FORMATS["int8"].payload_bytes(N)
     assert (made.storages.nbytes[back], made.storages.shape[back]) == (4 * N, (64, N // 64))
@@ -91,8 +79,8 @@ def test_backward_gets_a_view_of_its_own_and_still_takes_what_else_the_op_made()
         "gx",
         "gw",
     )
-    assert inputs(made, "v_unpacked") == ["y_unpacked_0"]
-    assert inputs(made, "gv") == ["gz", "v_unpacked", "y"]  # the statistics
+    assert names(made, "inputs", "v_unpacked") == ["y_unpacked_0"]
+    assert names(made, "inputs", "gv") == ["gz", "v_unpacked", "y"]  # the statistics
     assert names(made, "reads", "gv") == ["gz", "y_unpacked_0", "s"]
     gv = made.ops.name.index("gv")
     assert made.ops.overwrites[gv] == storage(made, "y_unpacked_0")

@@ -8,14 +8,10 @@ import pytest
 
 from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
-from tests.tiny import bwd, chain, fwd, trace
+from tests.tiny import bwd, chain, fwd, storage, trace
 from traces.errors import PlanError
 from traces.records.plan import SAVE, Action
 from traces.records.trace import COLLECTIVE, EAGER, EFFECT, MUTATES, RANDOM, Trace
-
-
-def named(of: Trace, name: str) -> int:
-    return of.storages.name.index(name)
 
 
 def shown(of: Trace, *actions: Action) -> str:
@@ -43,7 +39,7 @@ def test_nothing_planned_runs_the_trace_as_it_is() -> None:
 
 def test_a_recomputed_value_goes_after_forward_and_returns_just_before_its_reader() -> None:
     of = chain(2)
-    action = Action(storage=named(of, "x1"))
+    action = Action(storage=storage(of, "x1"))
     assert shown(of, action) == "x0 x1 x2 g2 x1'[x1] g1 g0"
     # x1's forward instance dies with its last forward reader x2
     assert freed(of, action)[2] == {"x1"}
@@ -68,7 +64,7 @@ def diamond() -> Trace:
 
 def test_a_shared_value_is_rebuilt_once_for_all() -> None:
     of = diamond()
-    actions = [Action(storage=named(of, n)) for n in "abc"]
+    actions = [Action(storage=storage(of, n)) for n in "abc"]
     # c needs a and b; both stay for gb, ga and gw
     assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc gb ga gw"
 
@@ -85,7 +81,7 @@ def neighbours() -> Trace:
 
 def test_a_saved_value_may_go_before_its_last_use_and_come_back() -> None:
     of = neighbours()
-    a, b, c = (named(of, n) for n in "abc")
+    a, b, c = (storage(of, n) for n in "abc")
     # Two values have room within 24 bytes. c and d are saved; c goes once dc has run, and is made again for cb.
     plan = (
         Action(storage=a, retain=False),
@@ -101,7 +97,7 @@ def test_a_saved_value_may_go_before_its_last_use_and_come_back() -> None:
     # a 5, b 7, c 11 for cb, and a 5 for ba: 28 more. Were c not to come back, d and c themselves would have to be made
     # again for dc (36), then a, b and c (23), then a and b (12): 71.
     assert timeline.step_time_ns - of.time_ns == 28
-    everything = [Action(storage=named(of, n), retain=False) for n in "abcd"]
+    everything = [Action(storage=storage(of, n), retain=False) for n in "abcd"]
     assert run(Problem(of), build(Problem(of), everything)).step_time_ns - of.time_ns == 36 + 23 + 12
 
 
@@ -121,7 +117,7 @@ def skip() -> Trace:
 
 def test_a_value_may_be_absent_between_two_uses_in_forward() -> None:
     of = skip()
-    x, r = named(of, "x"), named(of, "r")
+    x, r = storage(of, "x"), storage(of, "r")
     assert shown(of, Action(storage=x, recipe=SAVE, evict_after=(1,))) == "x p q x'[x] r g"
     saved = build(Problem(of), [Action(storage=x, recipe=SAVE, evict_after=(1,))])
     # x goes with p's op; q is made beside p alone: 24. x comes back beside q, is saved from then on, and r is made: 34.
@@ -149,7 +145,7 @@ def test_an_unsaved_value_does_not_stay_beyond_its_last_use_in_forward_for_a_rer
         ],
         {"w": 4},
     )
-    a, b = named(of, "a"), named(of, "b")
+    a, b = storage(of, "a"), storage(of, "b")
     # b is made again for d; its a went after b's own op, comes back for it, and goes once d has run, retained or not.
     for retain in (True, False):
         plan = [Action(storage=a, retain=retain), Action(storage=b, evict_after=(2,))]
@@ -161,7 +157,7 @@ def test_an_unsaved_value_does_not_stay_beyond_its_last_use_in_forward_for_a_rer
 def test_an_eviction_in_forward_of_what_the_users_code_reads_is_refused() -> None:
     ops = [fwd({"x": 4}, "w"), fwd({"y": 4}, "x"), fwd({"l": 4}, "x", flags=EAGER), bwd({"g": 4}, "y", "x")]
     of = trace(ops, {"w": 4})
-    x = named(of, "x")
+    x = storage(of, "x")
     with pytest.raises(PlanError, match="code outside the captured graph holds it beyond"):
         build(Problem(of), [Action(storage=x, evict_after=(1,))])
     assert shown(of, Action(storage=x, evict_after=(2,))) == "x y l x'[x] g"
@@ -181,7 +177,7 @@ def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one(
         ],
         {"w": 4},
     )
-    x = named(of, "x")
+    x = storage(of, "x")
     assert shown(of) == "x v y g h"
     assert shown(of, Action(storage=x)) == "x v y x'[x] v' g h"
     assert shown(of, Action(storage=x, retain=False)) == "x v y x'[x] v' g x'[x] v' h"
@@ -192,14 +188,14 @@ def test_ops_that_may_not_run_twice_make_no_candidates(flag: int) -> None:
     of = trace([fwd({"x": 4}, "w", flags=flag), fwd({"y": 4}, "x"), bwd({"g": 4}, "x", "y")], {"w": 4})
     assert [of.storages.name[s] for s in Problem(of).candidates] == ["y"]
     with pytest.raises(PlanError, match=r"cannot be recomputed.*marked"):
-        build(Problem(of), [Action(storage=named(of, "x"))])
+        build(Problem(of), [Action(storage=storage(of, "x"))])
 
 
 def test_a_value_that_hangs_on_a_random_one_which_is_not_kept_is_no_candidate() -> None:
     of = trace([fwd({"r": 4}, "w", flags=RANDOM), fwd({"y": 4}, "r"), bwd({"g": 4}, "y")], {"w": 4})
     assert Problem(of).candidates == ()
     with pytest.raises(PlanError, match="random"):
-        build(Problem(of), [Action(storage=named(of, "y"))])
+        build(Problem(of), [Action(storage=storage(of, "y"))])
 
 
 def test_a_chain_never_runs_what_may_not_run_twice() -> None:
@@ -225,8 +221,8 @@ def test_a_link_that_is_held_beyond_forward_cannot_be_recomputed() -> None:
 def test_a_value_read_without_its_maker_is_no_candidate() -> None:
     """Nothing would say how to rebuild it: an op may read a storage through another op that overwrote it."""
     of = chain(1)
-    assert named(of, "x1") in Problem(of).candidates
-    assert named(of, "x1") not in Problem(without_inputs(of, 2)).candidates
+    assert storage(of, "x1") in Problem(of).candidates
+    assert storage(of, "x1") not in Problem(without_inputs(of, 2)).candidates
 
 
 def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> None:
@@ -234,7 +230,7 @@ def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> Non
     problem = Problem(of)
     problem.trace = without_inputs(of, 2)  # as if a candidate had been found that is none
     with pytest.raises(PlanError, match="reads storage"):
-        build(problem, [Action(storage=named(of, "x1"))])
+        build(problem, [Action(storage=storage(of, "x1"))])
 
 
 @pytest.mark.parametrize(

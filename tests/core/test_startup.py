@@ -22,7 +22,7 @@ def run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def loaded_by(code: str) -> set[str]:
+def loaded_by(code: str, says: str = "") -> set[str]:
     """Top-level modules that a fresh process holds after running `code`; it may end in SystemExit."""
     wrapper = (
         "import sys, json\n"
@@ -31,7 +31,9 @@ def loaded_by(code: str) -> set[str]:
     )
     done = run(wrapper, code)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stderr.splitlines()[-1]))
+    said, modules = done.stderr.rsplit("\n", 1)
+    assert (says in done.stdout, said) == (True, "")
+    return set(json.loads(modules))
 
 
 @pytest.mark.parametrize("package", COMMANDS.values())
@@ -40,7 +42,7 @@ def test_help_works_and_imports_nothing_heavy(package: str) -> None:
         f"import runpy; sys.argv[:] = ['{package}', '--help']\n"
         f"runpy.run_module('{package}', run_name='__main__')"
     )
-    assert not loaded_by(code) & HEAVY
+    assert not loaded_by(code, "Usage:") & HEAVY
 
 
 def test_no_module_of_traces_or_simulator_imports_torch() -> None:

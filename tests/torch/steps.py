@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,7 +12,9 @@ from torch import nn
 from executor import apply_plan
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
+from tests.strategies import random_actions as random_actions
 from tracer.measure.probes import cpu_loop
+from tracer.measure.step import measure
 from tracer.record.assemble import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
@@ -22,8 +23,8 @@ from tracer.step.loop import TrainingStep, run_step
 from tracer.step.step import BuildStep, load_spec
 from traces.devices import device
 from traces.errors import PlanError
-from traces.records.plan import RECOMPUTE, SAVE, Action, Plan, label_actions
-from traces.records.trace import EAGER, Trace
+from traces.records.plan import Action, Plan, label_actions
+from traces.records.trace import Trace
 
 
 def step_of(
@@ -62,6 +63,11 @@ def recorded(spec: BuildStep) -> Draft:
     return trace_step(spec, device("cpu"))
 
 
+def measured(spec: BuildStep) -> Trace:
+    """The trace of one round on the CPU."""
+    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+
+
 @cache
 def _trace_of(model: str, options: tuple[tuple[str, Any], ...]) -> Trace:
     return recorded(load_spec(model, dict(options))).trace
@@ -83,48 +89,6 @@ def plan_of(trace: Trace, *actions: Action) -> Plan:
 
 def recompute_all(problem: Problem, *, share: bool = True) -> tuple[Action, ...]:
     return tuple(Action(storage=s, retain=share) for s in problem.candidates)
-
-
-def random_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
-    """Actions of every kind, on about half of what can have one.
-
-    Candidates are recomputed, or saved and evicted after ops that read them, in forward and backward; some are
-    retained once they are back, some not; links of chains likewise; and some values that backward does not read are
-    saved.
-    """
-    problem = Problem(trace)
-    ops, sts = trace.ops, trace.storages
-    readers: dict[int, list[int]] = {}
-    for i in range(len(ops)):
-        for s in ops.reads[i]:
-            readers.setdefault(s, []).append(i)
-    eager = [i for i in range(problem.forward_end) if ops.flags[i] & EAGER]
-
-    def some_of(s: int) -> tuple[int, ...]:
-        """Readers after which it goes; not in forward where the user's code holds or reads it later."""
-        until = max([sts.hold[s] - 1, *(i - 1 for i in eager if s in ops.reads[i])])
-        mine = [i for i in readers.get(s, ()) if i >= problem.forward_end or i > until]
-        return tuple(i for i in mine if rng.random() < 0.3)
-
-    actions = []
-    for s in problem.candidates:
-        if rng.random() < 0.6:
-            recipe = RECOMPUTE if rng.random() < 0.6 else SAVE
-            actions.append(
-                Action(storage=s, recipe=recipe, retain=rng.random() < 0.6, evict_after=some_of(s))
-            )
-    for s, producer in enumerate(sts.producer):
-        if problem.saved_by_default[s] or problem.pinned[s] or not 0 <= producer < trace.meta.forward_ops:
-            continue
-        draw = rng.random()
-        if draw < 0.15:
-            actions.append(
-                Action(storage=s, recipe=SAVE, evict_after=some_of(s) if problem.rebuildable[s] else ())
-            )
-        elif draw < 0.4 and problem.rebuildable[s]:
-            actions.append(Action(storage=s, recipe=RECOMPUTE, evict_after=some_of(s)))
-    build(problem, actions)  # every such plan is possible
-    return tuple(actions)
 
 
 def possible(trace: Trace, actions: tuple[Action, ...]) -> bool:

@@ -371,22 +371,6 @@ def test_a_missing_torch(
     assert litter(folder) == before
 
 
-def test_simulate_works_without_torch(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    store.save(recorded(load_spec(MLP)).trace, "out")
-    stub = tmp_path_factory.mktemp("stub")
-    (stub / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "simulator", "out", "--budget", "95%", "-o", "plan.json", "--json"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(stub), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    assert done.returncode in (0, 1), done.stderr
-    assert json.loads(done.stdout)["trace"] == "out"
-
-
 SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
 
 

@@ -16,8 +16,7 @@ from simulator.levers import rewritten_problem
 from simulator.levers.invert import FROM_OUTPUT, offer
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
-from tests.torch.steps import recorded
-from tracer.measure.step import measure
+from tests.torch.steps import measured
 from tracer.step.step import load_spec
 from traces.records.plan import Plan
 
@@ -109,7 +108,7 @@ def test_a_net_trains_by_it_and_by_recomputing_bit_for_bit_in_the_predicted_byte
     measurer: Measurer, tmp_path: Path
 ) -> None:
     spec = load_spec(SPEC, {})
-    trace = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    trace = measured(spec)
     problem = Problem(trace)
     found = tuple(offer(problem, FROM_OUTPUT))
     assert len(found) == 4

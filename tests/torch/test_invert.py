@@ -18,8 +18,7 @@ from simulator.levers.pack import offer as packable
 from simulator.planners import plan_with
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
-from tests.torch.steps import recorded
-from tracer.measure.step import measure
+from tests.torch.steps import measured
 from tracer.step.step import load_spec
 from traces.records.plan import Plan, Rewrite
 from traces.records.trace import Trace
@@ -58,8 +57,7 @@ SPEC = f"{Path(__file__).resolve()}:net"
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    spec = load_spec(SPEC, {})
-    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    return measured(load_spec(SPEC, {}))
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch import nn
 from executor.inverted import GELU, SiLU, convert, ops
 from executor.inverted.fits import FITS, two_bits
 from executor.inverted.formulas import DIGITS, FORWARD, slope
-from tests.bench.inverted_fit import FUNCTIONS, left_points, right_points
 from tracer.step.named.vision import import_torchvision
 
 # What torch.compile imports says of torch itself.
@@ -53,6 +54,82 @@ def gradients(module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[t
     y.backward(grad)
     assert x.grad is not None
     return y.detach(), x.grad
+
+
+Array = np.ndarray
+Function = Callable[[Array], Array]
+
+ERFC = np.vectorize(math.erfc, otypes=[float])
+
+
+def sigmoid(x: Array) -> Array:
+    small = np.exp(-np.abs(x))
+    return np.where(x > 0, 1, small) / (1 + small)
+
+
+def gelu(x: Array) -> Array:
+    return x / 2 * ERFC(-x / math.sqrt(2))
+
+
+def gelu_slope(x: Array) -> Array:
+    return ERFC(-x / math.sqrt(2)) / 2 + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+TANH = 2 * math.sqrt(2 / math.pi)
+
+
+def gelu_tanh(x: Array) -> Array:
+    return x * sigmoid(TANH * (x + 0.044715 * x**3))
+
+
+def gelu_tanh_slope(x: Array) -> Array:
+    z = TANH * (x + 0.044715 * x**3)
+    return sigmoid(z) * (1 + x * sigmoid(-z) * TANH * (1 + 3 * 0.044715 * x * x))
+
+
+def silu(x: Array) -> Array:
+    return x * sigmoid(x)
+
+
+def silu_slope(x: Array) -> Array:
+    return sigmoid(x) * (1 + x * sigmoid(-x))
+
+
+# The function, its derivative, and the output from which on the derivative is taken to be constant: 1 within 1e-6.
+FUNCTIONS: dict[str, tuple[Function, Function, float]] = {
+    "gelu": (gelu, gelu_slope, 5.5),
+    "gelu_tanh": (gelu_tanh, gelu_tanh_slope, 5.2),
+    "silu": (silu, silu_slope, 16.0),
+}
+
+
+def minimum(slope: Function) -> float:
+    low, high = -2.0, -0.3
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(np.array([middle]))[0] < 0 else (low, middle)
+    return (low + high) / 2
+
+
+def right_points(name: str) -> tuple[Array, Array]:
+    """The square root of y - y_min, as dense at its ends as Chebyshev's points, and f'."""
+    f, slope, top = FUNCTIONS[name]
+    x_min = minimum(slope)
+    y_min = f(np.array([x_min]))[0]
+    x = np.linspace(x_min, top + 0.1, 400_001)
+    root = np.sqrt(np.maximum(f(x) - y_min, 0))
+    x = np.interp(math.sqrt(top - y_min) * (1 - np.cos(np.linspace(0, np.pi, 4000))) / 2, root, x)
+    return np.sqrt(np.maximum(f(x) - y_min, 0)), slope(x)
+
+
+def left_points(name: str) -> tuple[Array, Array, Array]:
+    """The square root of -log(y / y_min), y / y_min down to 1e-37, and f'."""
+    f, slope, _ = FUNCTIONS[name]
+    x_min = minimum(slope)
+    x = x_min - np.concatenate([3 * np.linspace(0, 1, 2000) ** 2, np.geomspace(3, 90, 3000)])
+    share = np.minimum(f(x) / f(np.array([x_min]))[0], 1)
+    x, share = x[share > 1e-37], share[share > 1e-37]
+    return np.sqrt(-np.log(share)), share, slope(x)
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from simulator import Infeasible, plan
 from simulator.core.problem import Problem
 from simulator.levers import rewritten_problem
 from tests.torch.conftest import Measurer
-from tests.torch.steps import recorded
+from tests.torch.steps import measured
 from tests.torch.test_tile import (
     HEADS,
     WORDS,
@@ -27,7 +27,6 @@ from tests.torch.test_tile import (
     in_tiles,
 )
 from tracer import trace
-from tracer.measure.step import measure
 from tracer.recording import record_real
 from tracer.step.joined import WithLoss
 from tracer.step.step import load_spec
@@ -104,7 +103,7 @@ SPEC = f"{Path(__file__).resolve()}:wide"
 
 def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
     spec = load_spec(SPEC, {"join_loss": True})
-    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    of = measured(spec)
     made = in_tiles(of, 7)
     predicted = rewritten_problem(Problem(of), made.rewrites).saved.timeline.peak_allocated_bytes
     assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 3

@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from simulator import simulate
-from tests.torch.steps import build_of, peaks, recorded
+from tests.torch.steps import build_of, measured, peaks
 from tracer.costs.roofline import result_bytes
-from tracer.measure.step import measure
 
 aten = torch.ops.aten
 CALLS: list[tuple[Any, tuple[Any, ...]]] = [
@@ -68,5 +67,5 @@ def test_the_memory_of_such_a_step_is_predicted_to_the_byte() -> None:
         return model, torch.rand(16, 1, 12, 12), None, torch.optim.SGD(model.parameters(), lr=0.01)
 
     build = build_of(make)
-    kept = simulate(measure(recorded(build), build, "cpu", rounds=1, warmup=1).finish())
+    kept = simulate(measured(build))
     assert max(peaks(build, kept.plan, 4)[2:]) == kept.saved.timeline.peak_allocated_bytes

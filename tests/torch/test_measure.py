@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tracer.measure.step as measuring
 from tests.torch import small_nets
-from tests.torch.steps import build_of, recorded
+from tests.torch.steps import build_of, measured, recorded
 from tracer.measure.probes import Round, Watch, on_cpu, settle, timed_on_cpu
 from tracer.measure.runner import GraphRunner, step_code
 from tracer.measure.step import measure, with_the_rest
@@ -55,7 +55,7 @@ def test_workspace_inside_an_op_is_seen() -> None:
         return model, torch.randn(32, 64), lambda y: y.sum(), torch.optim.SGD(model.parameters())
 
     build = build_of(make)
-    trace = measure(recorded(build), build, "cpu", rounds=1, warmup=1).finish()
+    trace = measured(build)
     (i,) = [i for i, t in enumerate(trace.ops.target) if t.startswith("aten.native_layer_norm_backward")]
     assert min(trace.ops.events[i]) < 0  # something was allocated and freed inside
     assert sum(e for e in trace.ops.events[i] if e > 0) > sum(trace.ops.events[i])

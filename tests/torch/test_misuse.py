@@ -608,13 +608,15 @@ def two_forwards_then_two_backwards(m: Any) -> Any:
     return a.item(), b.item()
 
 
-@row(net=Shallow)
-def an_output_changed_without_grad(m: Any) -> Any:
+def output_changed(m: Any) -> Any:
     out = m(batch())
     loss = out.sum()
     with torch.no_grad():
         out.mul_(2)
     loss.backward()
+
+
+rows(net=Shallow, an_output_changed_without_grad=output_changed)
 
 
 @row(net=Shallow)
@@ -651,13 +653,7 @@ def outputs_that_share_memory_changed_in_place(m: Any) -> Any:
 Sigmoid = made_of(lambda s, x: s.linear(x).sigmoid())
 
 
-@row(net=Sigmoid)
-def an_output_that_backward_reads_changed(m: Any) -> Any:
-    out = m(batch())
-    loss = out.sum()
-    with torch.no_grad():
-        out.mul_(2)
-    loss.backward()
+rows(net=Sigmoid, an_output_that_backward_reads_changed=output_changed)
 
 
 @row()

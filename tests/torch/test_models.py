@@ -92,30 +92,6 @@ def test_image_sizes_are_those_of_the_published_weights() -> None:
             assert IMAGE_SIZES.get(name, 224) == crop, name
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param("googlenet", {"image_size": 64}, marks=pytest.mark.slow),
-        pytest.param("inception_v3", {}, marks=pytest.mark.slow),
-        pytest.param("swin_t", {}, marks=pytest.mark.slow),
-        pytest.param("vit_b_32", {}, marks=pytest.mark.slow),
-        pytest.param("maxvit_t", {}, marks=pytest.mark.slow),
-        pytest.param("densenet121", {"image_size": 64}, marks=pytest.mark.slow),
-        pytest.param("resnet18", {"dtype": "bf16", "image_size": 64}, marks=pytest.mark.slow),
-        ("bert-tiny", {"attention": "eager", "dropout": 0.0, "dtype": "bfloat16"}),
-        pytest.param("gpt2-medium", {"seq_len": 1024}, marks=pytest.mark.slow),
-        pytest.param("llama-1b", {"seq_len": 2048}, marks=pytest.mark.slow),
-        pytest.param("vit-tiny", {"image_size": 64}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_representative_models_can_be_captured(name: str, options: dict[str, Any]) -> None:
-    with FakeTensorMode():
-        captured = capture_step(load_spec(name, {"batch_size": 2, **options})())
-    assert len(captured.forward) > 10
-    assert len(captured.backward) > 10
-
-
 @pytest.mark.parametrize("family", ["densenet", "swin", pytest.param("maxvit", marks=pytest.mark.slow)])
 def test_families_of_torchvision_can_be_captured_in_small(family: str) -> None:
     """Of the same layers as the published nets, which take a minute to capture (`-m slow`)."""

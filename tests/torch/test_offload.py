@@ -17,8 +17,7 @@ from simulator.levers import LEVERS, exactness_of, offload, rewritten_problem
 from simulator.planners import plan_with
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
-from tests.torch.steps import program, recorded
-from tracer.measure.step import measure
+from tests.torch.steps import measured, program
 from tracer.step.step import load_spec
 from traces.records.plan import EXACT, Plan, Rewrite
 from traces.records.trace import Trace
@@ -56,8 +55,7 @@ SPEC = f"{Path(__file__).resolve()}:net"
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    spec = load_spec(SPEC, {})
-    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    return measured(load_spec(SPEC, {}))
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from simulator.levers.pack import offer
 from simulator.prediction import ask as api
 from tests.torch import small_nets, steps
 from tests.torch.conftest import Measurer
-from tests.torch.steps import recorded
-from tracer.measure.step import measure
+from tests.torch.steps import measured
 from tracer.step.step import load_spec
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Plan, Rewrite, label_actions
@@ -62,8 +61,7 @@ QUICK = ("fp8_e4m3", "int4", "fewbit3")  # one of each kind
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    spec = load_spec(SPEC, {})
-    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    return measured(load_spec(SPEC, {}))
 
 
 def packed(trace: Trace, *kinds: str) -> tuple[Rewrite, ...]:

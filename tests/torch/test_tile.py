@@ -19,9 +19,8 @@ from executor.verifying import verify
 from simulator.core.problem import Problem
 from simulator.levers import rewritten_problem
 from tests.torch.conftest import Measurer
-from tests.torch.steps import recompute_all, recorded
+from tests.torch.steps import measured, recompute_all
 from tracer import trace
-from tracer.measure.step import measure
 from tracer.step.step import load_spec
 from traces.errors import PlanError
 from traces.records.plan import FP, Plan, Rewrite
@@ -267,7 +266,7 @@ LAYERS = f"{Path(__file__).resolve()}:layers"
 
 def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
     spec, number = load_spec(SPEC, {}), 7
-    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    of = measured(spec)
     plan = in_tiles(of, number)
     problem = Problem(of)
     predicted = rewritten_problem(problem, plan.rewrites).saved.timeline.peak_allocated_bytes
@@ -285,7 +284,7 @@ def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
 def test_what_a_tiled_stretch_leaves_is_recomputed_too(measurer: Measurer, tmp_path: Path) -> None:
     """The call of forward runs again where a plan recomputes what it makes: the peaks are as predicted."""
     spec = load_spec(LAYERS, {})
-    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    of = measured(spec)
     tiled = in_tiles(of, 5)
     rewrites = tiled.rewrites
     step = rewritten_problem(Problem(of), rewrites)
