@@ -45,9 +45,8 @@ def test_an_exported_step_of_a_gpu_reserves_what_is_predicted(conf: str) -> None
     h = history_of(data, "s")
     assert h.peak_bytes == reserved.peak_requested_bytes
     assert h.most_reserved_bytes == reserved.peak_reserved_bytes == max(there for _, there in h.curve)
-    assert (
-        replay(recording_from_snapshot(data, "s")).figures.peak_reserved_bytes == reserved.peak_reserved_bytes
-    )
+    recording = recording_from_snapshot(data, "s")
+    assert peak_reserved(recording, recording.settings) == reserved.peak_reserved_bytes
 
 
 def test_perfettos_events_are_of_the_trace_event_format() -> None:
