@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
@@ -43,22 +43,11 @@ class OutOfMemory(LowtideError):
 class AllocatorFigures:
     """The figures of torch.cuda.memory_stats(); blocks are what it calls allocated."""
 
-    block_bytes: int
-    requested_bytes: int
-    active_bytes: int
     reserved_bytes: int
     peak_block_bytes: int
     peak_requested_bytes: int
-    peak_active_bytes: int
     peak_reserved_bytes: int
     num_alloc_retries: int
-    num_ooms: int
-
-
-# Figure -> where the allocator has it.
-FIGURES: Final = {
-    f.name: f.name.removesuffix("_bytes").replace("block", "allocated") for f in fields(AllocatorFigures)
-}
 
 
 class Pool:
@@ -187,9 +176,8 @@ class Allocator:
         self._place = place or (lambda size, stream, expandable: self._end)
         self._sizes: dict[int, int] = {}  # of a request -> of its block
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
-        self.allocated = self.requested = self.active = 0
-        self.peak_allocated = self.peak_requested = self.peak_active = 0
-        self.num_alloc_retries = self.num_ooms = 0
+        self.allocated = self.requested = self.peak_allocated = self.peak_requested = 0
+        self.num_alloc_retries = 0
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
         """A block for a request. Raises OutOfMemory: the device has no room, even with all cached blocks given back."""
@@ -207,7 +195,6 @@ class Allocator:
                 self.num_alloc_retries += 1
                 block = self._extend(pool, size, stream)
             if block is None:
-                self.num_ooms += 1
                 raise OutOfMemory(
                     f"out of memory: a request of {size_bytes:,} bytes does not fit; {self.allocated:,} bytes are "
                     f"allocated and {self.reserved:,} reserved of {self.device_memory_bytes or 0:,}. Allow more "
@@ -223,8 +210,6 @@ class Allocator:
         self.adopt(block, size_bytes)
         if self.allocated > self.peak_allocated:  # not max(), in the innermost loop of what takes seconds
             self.peak_allocated = self.allocated
-        if self.active > self.peak_active:
-            self.peak_active = self.active
         if self.requested > self.peak_requested:
             self.peak_requested = self.requested
         return block
@@ -234,7 +219,6 @@ class Allocator:
         block.allocated = True
         block.requested = requested_bytes
         self.allocated += block.size
-        self.active += block.size
         self.requested += requested_bytes
 
     def free(self, block: Block) -> None:
@@ -272,10 +256,16 @@ class Allocator:
     def reset_peaks(self) -> None:
         """torch.cuda.reset_peak_memory_stats()."""
         self.peak_allocated, self.peak_requested = self.allocated, self.requested
-        self.peak_active, self.peak_reserved = self.active, self.reserved
+        self.peak_reserved = self.reserved
 
     def figures(self) -> AllocatorFigures:
-        return AllocatorFigures(**{name: getattr(self, own) for name, own in FIGURES.items()})
+        return AllocatorFigures(
+            reserved_bytes=self.reserved,
+            peak_block_bytes=self.peak_allocated,
+            peak_requested_bytes=self.peak_requested,
+            peak_reserved_bytes=self.peak_reserved,
+            num_alloc_retries=self.num_alloc_retries,
+        )
 
     def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Take the best fitting free block of the stream from the pool."""
@@ -317,7 +307,6 @@ class Allocator:
         self.allocated -= block.size
 
     def _free_block(self, block: Block) -> None:
-        self.active -= block.size
         self.requested -= block.requested
         self._merge(block)
         block.pool.insert(block)

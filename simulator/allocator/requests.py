@@ -1,10 +1,9 @@
 """List what a Schedule asks of CUDA's caching allocator, in order: the sizes, and what is given back.
 
-Parameters and buffers come first, as `model.to` moves them, then the batch, by id. Optimizer state comes when the first
-optimizer step begins, and stays; a library's workspace in the first op that uses it. An op allocates and frees as its
-measured events say, or else allocates its outputs in order; what the schedule releases after a step is freed when the
-step has ended. None of this depends on where the allocator puts a block, so it is worked out once for all iterations
-and settings.
+Parameters, buffers and the batch come first, by id. Optimizer state comes when the first optimizer step begins, and
+stays; a library's workspace in the first op that uses it. An op allocates and frees as its measured events say, or else
+allocates its outputs in order; what the schedule releases after a step is freed when the step has ended. None of this
+depends on where the allocator puts a block, so it is worked out once for all iterations and settings.
 
 Counts and ignores: of the requests, what `simulator.allocator.reserved` counts and ignores.
 """
@@ -40,7 +39,7 @@ MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all f
 class Requests:
     """The requests of one iteration, as columns, and those that are made once."""
 
-    # Bytes of what is there before the first iteration; ~k: the k-th of them is given back.
+    # Bytes of what is there before the first iteration.
     residents: tuple[int, ...]
     blocks: tuple[int, ...]  # by request: the block that it is about, by its own number; ~number: given back
     sizes: tuple[int, ...]  # by request: bytes; 0 where a block is given back
@@ -301,29 +300,15 @@ class Residents:
             for s, producer in enumerate(sts.producer)
             if producer < 0 and sts.nbytes[s] and (gradients or sts.category[s] != GRADIENT)
         ]
-        place = {s: k for k, s in enumerate(trace.meta.moved)}
-        residents.sort(key=lambda s: place.get(s, len(place)))
         workspaces = _workspaces(trace, residents)
         late = {s for made in workspaces.values() for s in made}
-        state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in {*late, *place}]
+        state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in late]
         late |= {*state}
         return cls(
-            first=_moved(trace, [s for s in residents if s not in late]),
+            first=tuple(sts.nbytes[s] for s in residents if s not in late),
             state=tuple(sts.nbytes[s] for s in state),
             workspaces={op: tuple(sts.nbytes[s] for s in made) for op, made in workspaces.items()},
         )
-
-
-def _moved(trace: Trace, storages: Sequence[int]) -> tuple[int, ...]:
-    """Return what is asked for while they come to the GPU: of weights that are flattened there each first, then the
-    whole.
-    """
-    of, asked, count = {s: sizes for s, *sizes in trace.meta.flattened}, list[int](), 0
-    for s in storages:
-        parts = of.get(s, [])
-        asked += [*parts, trace.storages.nbytes[s], *(~(count + k) for k in range(len(parts)))]
-        count += len(parts) + 1
-    return tuple(asked)
 
 
 def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:

@@ -13,7 +13,7 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from traces.records.measurement import ITERATIONS, steady
 
-PEAK_NAMES = ("peak_block_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
+PEAK_NAMES = ("peak_block_bytes", "peak_requested_bytes", "peak_reserved_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +127,8 @@ def reserved_over(
 def _played(
     iterations: Iterable[Requests], residents: Sequence[int], allocator: Allocator
 ) -> Iterator[list[tuple[str, AllocatorFigures]]]:
-    moved: list[Block] = []
     for size in residents:
-        if size < 0:
-            allocator.free(moved[~size])
-        else:
-            moved.append(allocator.malloc(size))
+        allocator.malloc(size)
     held: dict[int, list[Block]] = {}
     for k, asked in enumerate(iterations):
         yield _play(asked if k or asked.first is None else asked.first, allocator, held, first=not k)

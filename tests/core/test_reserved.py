@@ -238,7 +238,6 @@ def test_requested_bytes_are_those_of_the_engine(case) -> None:
     schedule = build(Problem(of), actions)
     figures = reserved_peak(Problem(of), schedule, iterations=2)
     engine = run(Problem(of), schedule).peak_allocated_bytes
-    assert figures.iterations[0].requested_bytes == of.resident_bytes
     # Memory taken over in place is there before the op, so an op's own temporaries come on top of it.
     if all(s < 0 for s in schedule.takes):
         assert figures.peak_requested_bytes == engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from simulator.allocator.reserved import reserved_peak
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, peaks
 from tracer.record.step import trace_step
-from tracer.recording import record_fake, record_real
+from tracer.recording import record_real
 from traces.devices import device
 
 CPU = device("cpu")
@@ -113,31 +112,6 @@ def test_a_gradient_that_autograd_copies_is_a_gradient() -> None:
         n: name for n, name, c in zip(sts.nbytes, sts.name, sts.category, strict=True) if c == "gradient"
     }
     assert found[4000] == "gradient of weight"
-
-
-class Own(nn.Module):
-    """A parameter of its own, which `model.to` moves after those of its children, and a buffer between two children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3000))
-        self.first = nn.Linear(1000, 2000, bias=False)
-        self.norm = nn.BatchNorm1d(2000, affine=False)
-        self.second = nn.Linear(2000, 3000, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.norm(self.first(x))) * self.scale
-
-
-def test_parameters_and_buffers_lie_as_the_model_is_moved() -> None:
-    model, moved = Own(), []
-    model._apply(lambda x: moved.append(x.numel()) or x)  # type: ignore[func-returns-value]
-    build = build_of(lambda: (Own(), torch.randn(4, 1000), lambda y: y.sum(), None))
-    of = record_fake(build, device("h100"))
-    assert [of.storages.shape[s] for s in of.meta.moved] == [
-        (2000, 1000), (2000,), (2000,), (), (3000, 2000), (3000,),
-    ]  # fmt: skip
-    assert [math.prod(of.storages.shape[s]) for s in of.meta.moved] == moved
 
 
 def test_a_measured_trace_has_the_peak_of_the_untouched_loop() -> None:

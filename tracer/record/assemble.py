@@ -147,8 +147,6 @@ def assemble(
             stub.told = {before.calls: last_call}
             run_step(step, stub, step.optimizer, begin)
             recorder.look()
-    from_the_start = (s for s, turn in turn_of.items() if turn < 0 and recorder.storages[s].nbytes)
-    meta = replace(meta, moved=(*meta.moved, *from_the_start))
     return _arrange(step, mode, program, recorder, stub, gradients, turn_of, target, meta, costs)
 
 

@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from tracer.capture.capture import Capturing
 from tracer.capture.captured import Captured
@@ -172,41 +171,11 @@ def header(step: TrainingStep, program: Program, build: BuildStep, device: str, 
         torch_version=torch.__version__,
         versions=versions(),
         grad_outputs=program.captured.differentiated,
-        moved=_moved(step.model, program),
-        flattened=_flattened(step.model, program),
         graph_fingerprint=program.fingerprint(),
         structure_fingerprint=program.fingerprint(sizes=False),
         sketch=sketch(program, step.model, step.args, step.kwargs),
         inputs=sum(s.producer < 0 for s in program.storages),
     )
-
-
-def _moved(model: nn.Module, program: Program) -> tuple[int, ...]:
-    """The storages of parameters and buffers in the order of `Module._apply`: children first."""
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    storage = [program.storage_of[n][0] for n in program.captured.placeholders]
-    own = program.captured.tensors_of(parameters, buffers)
-    number = {id(x): s for x, s in zip(own, storage, strict=False)}
-
-    def walk(module: nn.Module) -> Iterator[Any]:
-        for child in module.children():
-            yield from walk(child)
-        yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
-
-    return tuple(dict.fromkeys(number[id(x)] for x in walk(model) if id(x) in number))
-
-
-def _flattened(model: nn.Module, program: Program) -> tuple[tuple[int, ...], ...]:
-    """By recurrent layer whose weights share a storage: that, and the bytes of each, as `Module._apply` moves them."""
-    storage = dict(zip(program.captured.parameters, program.captured.placeholders, strict=False))
-    found = []
-    for path, m in model.named_modules():
-        if isinstance(m, nn.RNNBase):
-            names = [f"{path}.{name}" if path else name for name in m._parameters]
-            own = {program.storage_of[storage[n]][0] for n in names if n in storage}
-            if len(own) == 1 and len(names) > 1:
-                found.append((*own, *(x.numel() * x.element_size() for x in m.parameters(recurse=False))))
-    return tuple(found)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:

@@ -229,8 +229,6 @@ class TraceMeta:
     within_backward: tuple[tuple[int, int], ...] = ()
     workspace: dict[str, int] = field(default_factory=dict)
     rerun_workspaces: dict[str, int] = field(default_factory=dict)
-    moved: tuple[int, ...] = ()
-    flattened: tuple[tuple[int, ...], ...] = ()
     untouched_peak_bytes: int = 0  # peak of the untouched model's eager step; 0: not counted
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
@@ -254,7 +252,7 @@ class TraceMeta:
         return f"measured on {self.target}" if self.mode == "real" else f"roofline of {self.target}"
 
     def to_json(self) -> dict[str, Any]:
-        left_out = ("profile", "sketch", "inputs", "moved", "flattened", "stretches", "within_backward")
+        left_out = ("profile", "sketch", "inputs", "stretches", "within_backward")
         return {k: v for k, v in to_json(self).items() if k not in left_out or v}
 
     @classmethod
