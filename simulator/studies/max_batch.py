@@ -294,21 +294,13 @@ def _answer(search: _Search, without: int, with_plan: int) -> MaxBatch:
     of = ALLOCATED if device.kind == CPU else RESERVED  # the memory that must fit
     probes = tuple(search.probes[b] for b in sorted(search.probes))
     shown = search.said[with_plan or without or min(search.said)]
-    best, planned = search.probes.get(without), search.probes.get(with_plan)
-
-    def room(figures: RunFigures) -> str:
-        return f"({of} {show_bytes(figures.peak_bytes(of))} of {show_bytes(device.usable_bytes)})"
-
-    notes = [f"without a plan: batch {without} {room(best.untouched)}"] if best else []
-    notes = notes or [f"without a plan: not even batch {search.step} fits"]
-    at = f"with a plan of at most +{price:g} %: batch {with_plan}"
-    if planned is not None and planned.plan is not None:
-        added = show_percent(planned.overhead_percent, signed=True)
-        notes.append(f"{at} at {added} {room(planned.plan)}: {traced.directory / planned.plan_path}")
-    elif best is not None:
-        notes.append(f"{at}; no plan makes room for more")
-    stopped = with_plan == search.top
-    notes += [f"The search stopped at {with_plan}; --max tries more."] * stopped
+    planned, stopped = search.probes.get(with_plan), with_plan == search.top
+    notes = [
+        f"without a plan: batch {without}",
+        f"with a plan of at most +{price:g} %: batch {with_plan}",
+        *([f"plan: {traced.directory / planned.plan_path}"] if planned and planned.plan_path else []),
+        *([f"The search stopped at {with_plan}; --max tries more."] if stopped else []),
+    ]
     told = {p.batch_size: p.to_json() for p in probes}
     data = {
         "record": "max-batch",

@@ -243,7 +243,7 @@ def test_the_command(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
     assert traced[0] == ("--image-size", "32", "--amp=bf16")
     text = command(*words).stdout
     assert "without a plan: batch 20" in text
-    assert f"batch {said['with_plan']['batch_size']} at +" in text
+    assert f"batch {said['with_plan']['batch_size']}\nplan: {tmp_path / 'out' / 'plan-b'}" in text
     assert "warning" in text
     assert not command(*words, "-q").stderr
 
