@@ -111,7 +111,6 @@ class Setting:
 
     settings: AllocatorSettings | None = None  # None: a CPU, which has no caching allocator
     alloc_conf: str | None = None  # the same as PYTORCH_ALLOC_CONF would say it
-    asked: bool = False  # whether the settings are the user's question, to be compared with torch's defaults
     device: DeviceMemory | None = None  # None: enough memory
 
 
@@ -123,7 +122,6 @@ class DeviceFit:
     # On the device that was named, if it fits there; else with as much as it asks for. None: no caching allocator.
     reserved: ReservedFigures | None = None
     wanted_bytes: int = 0  # with as much memory as it asks for
-    by_default: ReservedFigures | None = None  # under torch's default settings, if others were asked about
     device: DeviceMemory | None = None
     out_of_memory: str = ""  # why it does not fit
 
@@ -167,10 +165,8 @@ class DeviceFit:
             "fragmentation_percent": round(100 * f.fragmentation, 4),
             "reserved_bytes_by_iteration": [i.reserved_bytes for i in f.iterations],
             "wanted_bytes": self.wanted_bytes,
-            "segment_requests": f.segment_requests,
             "retries_a_step": f.retries_a_step,
             "steady": f.steady,
-            "default_peak_reserved_bytes": self.by_default and self.by_default.peak_reserved_bytes,
         }
 
 
@@ -195,7 +191,7 @@ def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMem
         return Setting(device=device)
     text = meta.alloc_conf if alloc_conf is None else alloc_conf
     settings = as_in(parse_alloc_conf(text), meta.torch_version)
-    return Setting(settings=settings, alloc_conf=text, asked=alloc_conf is not None, device=device)
+    return Setting(settings=settings, alloc_conf=text, device=device)
 
 
 GROWING: Final = (
@@ -233,10 +229,7 @@ def device_fit(
         return DeviceFit(peak_allocated_bytes=peak, wanted_bytes=peak, device=device, out_of_memory=short)
     reserved = partial(reserved_peak, problem, schedule, requests=requests)
     figures = reserved(settings)
-    wanted, by_default, out_of_memory = figures.highest_reserved_bytes, None, ""
-    if setting.asked:
-        plain = as_in(AllocatorSettings(), problem.trace.meta.torch_version)
-        by_default = figures if settings == plain else reserved(plain)
+    wanted, out_of_memory = figures.highest_reserved_bytes, ""
     if device is not None and wanted > device.usable_bytes:
         try:
             figures = reserved(settings, device_memory_bytes=device.usable_bytes)
@@ -246,7 +239,6 @@ def device_fit(
         peak_allocated_bytes=peak,
         reserved=figures,
         wanted_bytes=wanted,
-        by_default=by_default,
         device=device,
         out_of_memory=out_of_memory,
     )

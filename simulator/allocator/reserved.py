@@ -21,7 +21,6 @@ class ReservedFigures:
     """The figures of torch.cuda.memory_stats(), with the peaks reset before each iteration."""
 
     iterations: tuple[AllocatorFigures, ...]  # up to the first that repeats the one before it
-    segment_requests: int  # in all iterations; fragmentation that grows shows as requests after the first
     steady: bool  # whether the last iteration asked for nothing new, so that all later ones are equal to it
     # The highest after the first iteration, with the peaks of each phase by itself.
     phases: Mapping[str, AllocatorFigures] = field(default_factory=dict, compare=False)
@@ -100,8 +99,7 @@ def reserved_peak(
         before = len(events)
     names = dict.fromkeys(name for name, _ in parts if name)
     phases = {name: _highest([p for p in parts if p[0] == name]) for name in names}
-    grown = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
-    return ReservedFigures(iterations=tuple(figures), segment_requests=grown, steady=steady, phases=phases)
+    return ReservedFigures(iterations=tuple(figures), steady=steady, phases=phases)
 
 
 def reserved_over(

@@ -371,7 +371,7 @@ def _planned(a: Answer, say: Say) -> Prediction:
         from simulator.prediction.reserved_budget import plan_within_reserved
 
         assert limit is not None
-        settings = (setting,) if setting.asked else settings_to_try(step.trace.meta, setting)
+        settings = (setting,) if q.alloc_conf is not None else settings_to_try(step.trace.meta, setting)
         plan, under[step] = plan_within_reserved(step, q.planner_name, limits, settings, limit, say)
         return plan
 

@@ -87,7 +87,7 @@ def plan_within_reserved(
 
 
 def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:
-    fit = device_fit(problem, problem.replay(plan.actions), replace(setting, asked=False))
+    fit = device_fit(problem, problem.replay(plan.actions), setting)
     assert fit.reserved is not None
     # On the device, where the allocator may have given memory back at first.
     settled = not fit.out_of_memory and fit.reserved.steady

@@ -223,7 +223,7 @@ SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     ),
     "allocator-settings": (
         ("", "The plan keeps to its budget where PYTORCH_ALLOC_CONF is {subject} before CUDA starts, which `execute` "
-         "sees to; under torch's default settings it reserves {default_bytes}."),
+         "sees to."),
     ),
     "retries": (
         ("", "With {subject}, the step fits the device only by giving all cached memory back {retries} times a step, "
@@ -287,9 +287,8 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
 
 
 def _of_the_allocator(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
-    settings, plain, conf = c.setting.settings, c.planned_fit.by_default, c.setting.alloc_conf
-    if c.plan.budget_of == RESERVED and settings is not None and plain is not None and conf:
-        yield "allocator-settings", conf, {"default_bytes": plain.peak_reserved_bytes}
+    if c.plan.budget_of == RESERVED and c.setting.alloc_conf:
+        yield "allocator-settings", c.setting.alloc_conf, {}
     fits = {"everything saved": c.saved_fit, "the plan": c.planned_fit}
     for way, fit in list(fits.items())[: 1 if c.planned_fit is c.saved_fit else 2]:
         if fit.reserved is not None and not fit.reserved.steady:

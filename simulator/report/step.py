@@ -130,24 +130,13 @@ def _budget(found: Answer) -> str:
 
 
 def _reserved(c: Prediction) -> list[tuple[str, str]]:
-    """Reserved memory, with and without the allocator settings that were asked about."""
-    fits = (c.saved_fit,) if c.planned_fit is c.saved_fit else (c.saved_fit, c.planned_fit)
-    last, conf, default = fits[-1].reserved, c.setting.alloc_conf, fits[-1].by_default
-    if last is None:
+    """Reserved memory, and the allocator settings."""
+    of, conf = c.planned_fit.reserved, c.setting.alloc_conf
+    if of is None:
         return []
-    share = show_percent(100 * last.fragmentation, digits=1)
-    lines = [("reserved", f"fragmentation {share}; {figures_from(c.trace.meta)}")]
-    if default is not None:
-        both = ((f.reserved, f.by_default) for f in fits)
-        peaks, plain = (
-            " -> ".join(show_bytes(r and r.peak_reserved_bytes) for r in of) for of in zip(*both, strict=True)
-        )
-        least = default.peak_reserved_bytes
-        change = show_percent(100 * (last.peak_reserved_bytes - least) / max(1, least), signed=True, digits=1)
-        lines.append(("", f"{peaks} with {conf or 'no settings'}; without: {plain}, so it changes {change}"))
-    elif conf:
-        lines.append(("", f"with {conf}, as recorded"))
-    return lines
+    under = f" with {conf}" if conf else ""
+    share = show_percent(100 * of.fragmentation, digits=1)
+    return [("reserved", f"fragmentation {share}{under}; {figures_from(c.trace.meta)}")]
 
 
 def _device(c: Prediction) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
 
@@ -138,5 +138,5 @@ def asked(problem: Problem, trace_name: str, setting: Setting) -> dict[str, Any]
 
 
 def baseline(problem: Problem, saved: Replay, setting: Setting) -> dict[str, int | None]:
-    fit = device_fit(problem, saved, replace(setting, asked=False))
+    fit = device_fit(problem, saved, setting)
     return fit.figures(saved.timeline.step_time_ns).headline()

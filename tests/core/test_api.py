@@ -67,7 +67,6 @@ def test_devices_by_name_and_size(trace: Trace) -> None:
     assert simulate(trace).planned_fit.fits is None
     gpu = simulate("resnet152", device="a100-40", alloc_conf="expandable_segments:True")
     assert gpu.planned_fit.fits
-    assert gpu.planned_fit.by_default is not None
 
 
 def test_records_show_themselves(trace: Trace) -> None:

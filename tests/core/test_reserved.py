@@ -57,7 +57,6 @@ def test_measured_temporaries_count_and_outputs_stay() -> None:
     figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_block_bytes == 34 * MIB
     assert figures.peak_reserved_bytes == 50 * MIB
-    assert figures.segment_requests == 2  # the second and third iteration find all they need
 
 
 def with_workspace(t: Trace, first_op: int) -> Trace:

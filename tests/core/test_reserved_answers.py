@@ -113,13 +113,10 @@ def test_would_these_settings_help(network: Path, tmp_path: Path) -> None:
     conf = "expandable_segments:True"
     said = json.loads(simulate(network, "--alloc-conf", conf, "-o", output, "--json").stdout)
     without = json.loads(simulate(network, "--json").stdout)
-    default = said["baseline"]["allocator"]["default_peak_reserved_bytes"]
-    assert default == without["baseline"]["peak_reserved_bytes"]
-    assert said["baseline"]["peak_reserved_bytes"] < default
+    assert said["baseline"]["peak_reserved_bytes"] < without["baseline"]["peak_reserved_bytes"]
     assert (said["alloc_conf"], without["alloc_conf"]) == (conf, "")
     assert Plan.load(output).meta.alloc_conf == conf
-    assert without["baseline"]["allocator"]["default_peak_reserved_bytes"] is None
-    assert f"with {conf}; without:" in simulate(network, "--alloc-conf", conf).stdout
+    assert f" with {conf}; " in simulate(network, "--alloc-conf", conf).stdout
 
 
 def test_a_cpus_trace_has_no_reserved_memory(cpu_network: Path) -> None:
