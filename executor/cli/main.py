@@ -169,7 +169,6 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
 @TRUST
 @click.option("--device", default="cpu", show_default=True, help="Run on cpu or cuda.")
 @click.option("--levers", metavar="NAMES", help="Formats to measure (default: all).")
-@click.option("--max-gradient-error", type=float, help="Stop measuring a format whose error is larger.")
 @commands.quiet_option
 def errors(
     trace: str,
@@ -178,11 +177,10 @@ def errors(
     trust: bool,
     device: str,
     levers: str | None,
-    max_gradient_error: float | None,
     out: Output,
 ) -> None:
     """Measure how much approximate formats change the gradient of one step on its batch, for `simulate --errors`."""
-    from executor.fitting.gradient_errors import ANY, LOSSY, gradient_errors
+    from executor.fitting.gradient_errors import LOSSY, gradient_errors
     from executor.matching import check_kind, check_trusted
     from tracer.step.step import check_device, load_spec
     from traces.records.store import load
@@ -193,7 +191,7 @@ def errors(
     check_trusted(trace, given.meta.model, model, trust)
     build = load_spec(model or given.meta.model, dict(given.meta.options), seed=given.meta.seed)
     kinds = LOSSY if levers is None else [x.strip() for x in levers.split(",") if x.strip()]
-    found = gradient_errors(build, given, kinds, device, most=max_gradient_error or ANY, say=out.say)
+    found = gradient_errors(build, given, kinds, device, out.say)
     found.save(output)
     for kind in found.kinds:
         parts = [p for p in found.parts if p.kind == kind]

@@ -25,22 +25,10 @@ REACH: Final = 10.0
 GRID: Final = 1000  # points
 
 
-class Noise:
-    """The random numbers of rounding, one generator a device, so that the model's random stream stays as it is."""
-
-    def __init__(self) -> None:
-        self.seed(0)
-
-    def seed(self, number: int) -> None:
-        self._seed, self._of = number, dict[torch.device, torch.Generator]()
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._of:
-            self._of[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._of[device]
-
-
-NOISE: Final = Noise()
+@cache
+def noise(device: torch.device) -> torch.Generator:
+    """The random numbers of rounding: the model's random stream stays as it is."""
+    return torch.Generator(device).manual_seed(0)
 
 
 def pack(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
@@ -55,11 +43,11 @@ def unpack(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
 
 def _pack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
     buffer = _buffer(flat)
-    noise = torch.empty_like(buffer) if format not in FP8 else buffer
+    rounding = torch.empty_like(buffer) if format not in FP8 else buffer
     bits = FORMATS[format].bits
     levels = (1 << bits) - 1
     for numbers, scales, codes in _chunks(flat, payload, format):
-        x, r = buffer[: len(codes)], noise[: len(codes)]
+        x, r = buffer[: len(codes)], rounding[: len(codes)]
         line = x.view(-1)
         line[: len(numbers)].copy_(numbers)
         line[len(numbers) :].copy_(numbers[-1:].expand(x.numel() - len(numbers)))  # fill up the last group
@@ -71,7 +59,7 @@ def _pack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None
         least, width = scales
         torch.aminmax(x, dim=1, out=(least, width))
         width.sub_(least).clamp_min_(TINY)
-        r.uniform_(generator=NOISE.generator(flat.device))
+        r.uniform_(generator=noise(flat.device))
         # The sum may round up to the level above the last.
         r.addcdiv_(x.sub_(least[:, None]), width[:, None], value=levels).clamp_max_(levels)
         if bits < 8:

@@ -8,7 +8,7 @@ What does not lie in memory without gaps is copied first, and comes back row by 
 NaN, or whose numbers lie farther apart than float32 can say, comes back without one finite number; a group of equal
 numbers comes back as it was from `int*`. `fewbit*` formats are given with their activation, as `fewbit4:gelu`; a NaN
 comes back as a number, and is in the activation's output. Rounding draws from a generator of its own: the model's
-random stream stays as it is. `seed` starts it anew.
+random stream stays as it is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ from simulator.core.formats import FORMATS
 from traces.errors import PlanError
 
 NARROW: Final = {"narrow8": torch.uint8, "narrow16": torch.int16, "narrow32": torch.int32}
-
-
-def seed(number: int = 0) -> None:
-    """Start the random numbers of rounding anew, on every device."""
-    approximate.NOISE.seed(number)
 
 
 @torch.library.custom_op("lowtide::pack", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))

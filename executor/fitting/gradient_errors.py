@@ -15,7 +15,6 @@ from executor.training.module import apply_plan, remove_plan
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
 from simulator.levers.edit import parts
-from simulator.prediction.levers import ANY
 from tracer.step.loop import run_step
 from tracer.step.loop_options import BEFORE
 from tracer.step.step import BuildStep
@@ -77,8 +76,6 @@ def gradient_errors(
     made: Trace,
     kinds: Sequence[str] = LOSSY,
     device: str = "cpu",
-    *,
-    most: float = ANY,
     say: Say = lambda line: None,
 ) -> GradientErrors:
     """By how much each approximate format changes the gradient of one step on the user's batch, by parts of the values
@@ -87,7 +84,6 @@ def gradient_errors(
     Args:
         build: makes the step; the optimizer does not run.
         made: its trace.
-        most: of a format no more parts are measured once those before come to a larger error.
 
     Raises:
         SpecError: a kind is none that is approximate, or the step is the user's own iteration.
@@ -96,14 +92,10 @@ def gradient_errors(
         raise SpecError(f"{unknown[0]} changes no gradient by an error; there are {', '.join(LOSSY)}.")
     step, problem, found = _Step(build, device), Problem(made), []
     for kind in kinds:
-        square = 0.0
         for part in parts(list(LEVERS[kind].offer(problem))):
             error = step.error(Plan(meta=made.meta, rewrites=part, exactness=APPROXIMATE))
-            square += error**2
             found.append(Part(kind=kind, storages=tuple(r.storage for r in part), error=error))
             say(f"{kind}, {len(part)} values: {error:.2e}")
-            if square > most**2:
-                break
     meta = made.meta
     return GradientErrors(
         fingerprint=meta.graph_fingerprint, model=meta.model, device=device, parts=tuple(found)

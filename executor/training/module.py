@@ -51,7 +51,6 @@ from traces.records.plan import BlockPlans, Plan, load_plan
 STATE: Final = "_lowtide"  # the attribute of a planned module that holds its `Planned`
 COMPILED: Final = "_compiled_call_impl"  # where torch looks for what to call instead of `_call_impl`
 AROUND: Final = ("torch._dynamo", "torch._compile", __name__)  # whose frames are around a call
-MOST_WARNINGS: Final = 8
 MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
 NO_GRADIENT: Final = "neither a parameter nor an argument requires a gradient"
@@ -68,7 +67,7 @@ class Planned:
         self.first: Callable[..., Compiler] | None = None  # makes the compiler at the first training call
         self.call: tuple[Any, Any] = ((), {})  # the arguments of the call that is being compiled,
         self.amp = ""  # and the type of autocast around it
-        self.planned = self.entered = self.warned = 0
+        self.planned = self.entered = 0
         self.removed = False
         self.off = 0  # how many `with unplanned(...)` are open
         self.without: Counter[str] = Counter()  # training calls without a plan, by the reason
@@ -135,8 +134,7 @@ class Planned:
     @disable_dynamo
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the module. Raises PlanError if it should train by the plan and did not come to it."""
-        if (mine := self._for(nn.Module._wrapped_call_impl)) is not self:
-            return mine.watched(*args, **kwargs)
+        self._check_own(nn.Module._wrapped_call_impl)
         before = self.entered
         outputs = self.module._call_impl(*args, **kwargs)
         if self.entered == before and trains(self.module) and not is_fake():
@@ -157,8 +155,8 @@ class Planned:
             return self._written()(*args, **kwargs)
         return self._forward(args, kwargs)
 
-    def _for(self, function: Any) -> Planned:
-        """This, or where a shallow copy of the module has called it, which got it with all attributes, one for that.
+    def _check_own(self, function: Any) -> None:
+        """Raise PlanError if what calls this is a shallow copy of the module, which got it with all attributes.
 
         Args:
             function: of nn.Module's, which calls what may be another module's.
@@ -167,21 +165,17 @@ class Planned:
         while caller.f_back is not None and caller.f_globals.get("__name__", "").startswith(AROUND):
             caller = caller.f_back
         module = caller.f_locals["self"] if caller.f_code is function.__code__ else self.module
-        if module is self.module:
-            return self
-        if vars(module).get("_is_replica"):
+        if module is not self.module and vars(module).get("_is_replica"):
             raise PlanError(f"nn.DataParallel {DATA_PARALLEL}")
-        made = Planned.__new__(Planned)
-        made.__setstate__((module, *self.__getstate__()[1:]))
-        if getattr(self.own, "__self__", None) is self.module:
-            made.own = types.MethodType(self.own.__func__, module)
-        vars(module).update({STATE: made, "forward": made, "receipt": made.receipt})
-        return made
+        if module is not self.module:
+            raise PlanError(
+                f"this {type(module).__name__} is a shallow copy of a module with a plan, which is for that module: "
+                "take copy.deepcopy of it, or copy it before it has a plan."
+            )
 
     @disable_dynamo
     def _forward(self, args: Any, kwargs: Any) -> Any:
-        if (mine := self._for(nn.Module._call_impl)) is not self:
-            return mine(*args, **kwargs)
+        self._check_own(nn.Module._call_impl)
         module = self.module
         self.entered += 1
         forward = self._written()
@@ -278,13 +272,8 @@ class Planned:
         self.without[why if len(self.without) < MOST_REASONS else "further reasons"] += 1
 
     def _warn(self, what: str) -> None:
-        """Say once of a refusal what is done instead."""
-        self.warned += 1
-        if self.warned > MOST_WARNINGS:
-            return
-        last = " What follows is only counted: see receipt()." if self.warned == MOST_WARNINGS else ""
-        told = f"a training call runs {what.replace(HINT, '.')}{last}"
-        warnings.warn(told, stacklevel=_callers_level())
+        """Say of a refusal what is done instead."""
+        warnings.warn(f"a training call runs {what.replace(HINT, '.')}", stacklevel=_callers_level())
 
     def receipt(self) -> Receipt:
         """Return what was done so far."""

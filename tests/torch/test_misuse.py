@@ -1413,7 +1413,7 @@ def post_accumulate_hooks_and_chosen_inputs(m: Any) -> Any:
     )  # which comes first is autograd's affair
 
 
-@row(net=Shallow)
+@row("shallow copy", net=Shallow)
 def a_shallow_copy_of_its_own_state(m: Any) -> Any:
     other = copy.copy(m)
     first = step(m)

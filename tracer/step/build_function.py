@@ -7,6 +7,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,7 @@ RETURNS: Final = (
 KEYS: Final = ("model", "batch", "loss", "optimizer", "amp", "scaler", "step")
 TUPLES: Final = {4: KEYS[:4], 3: ("model", "batch", "optimizer")}  # what a tuple of so many values holds
 # Modules beside a user's file that an earlier load imported: name -> directory.
+_loads = itertools.count()
 _siblings: dict[str, str] = {}
 
 
@@ -223,8 +225,8 @@ def _package(path: Path, text: bytes) -> str:
 
 def _import_file(path: Path, package: str = "") -> ModuleType:
     """Run a Python file as a module of its own, anew each time: as it is, not as bytecode of before, which counts
-    as current if size and second of change are the same."""
-    name = f"{package}." * bool(package) + f"_lowtide_build_{path.stem}"
+    as current if size and second of change are the same, and by a name that dynamo's guards know nothing else by."""
+    name = f"{package}." * bool(package) + f"_lowtide_build_{path.stem}_{next(_loads)}"
     loader = SourceFileLoader(name, str(path))
     module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(path)))
     module.__file__ = str(path)
