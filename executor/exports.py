@@ -39,10 +39,9 @@ def _contexts(saved):
     calls = {{False: Counter(), True: Counter()}}  # of forward, and of the recomputation
 
     def policy(ctx, op, *args, **kwargs):
-        seen = calls[ctx.is_recompute]
-        seen[str(op)] += 1
-        keep = seen[str(op)] - 1 in saved.get(str(op), ())
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        k = calls[ctx.is_recompute][str(op)]
+        calls[ctx.is_recompute][str(op)] += 1
+        return CheckpointPolicy.MUST_SAVE if k in saved.get(str(op), ()) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -58,8 +57,7 @@ def apply(model):
 
 
 def exports(plan: Plan, model: str = "") -> dict[str, Any]:
-    """Return the object that `execute export --json` prints, with the file as `policy`. `model`: is built instead of
-    what the plan names.
+    """What `execute export --json` prints, with the file as `policy`. `model`: is built instead of what the plan names.
 
     Raises:
         PlanError: the plan has rewrites; the model has no repeated blocks, or is another than the plan's.
@@ -99,20 +97,14 @@ def there(*, plan: dict[str, Any], model: str) -> dict[str, Any]:
         return step
 
     peak, _ = untouched_loop(replace(build, make=checkpointed), meta.device)
-    fits = None if budget is None else peak <= budget
-    every = {n: ", ".join(blocks[::n]) for n in range(1, min(EVERY, len(blocks)) + 1)}
     return {
         "budget_bytes": budget,
         "plan_peak_bytes": replayed.timeline.peak_allocated_bytes,
         "untouched_peak_bytes": untouched_loop(build, meta.device)[0],
         "policy": file,
-        "exports": [
-            {"kind": "policy", "setting": f"{len(saved)} blocks", "peak_bytes": peak, "within_budget": fits},
-            *(
-                {"kind": "layers", "setting": f"gradient_checkpointing_enable(every_n_layers={n}): {of}"}
-                for n, of in every.items()
-            ),
-        ],
+        "policy_peak_bytes": peak,
+        "within_budget": None if budget is None else peak <= budget,
+        "every_n_layers": {n: blocks[::n] for n in range(1, min(EVERY, len(blocks)) + 1)},
     }
 
 
@@ -121,9 +113,8 @@ def _saved(problem: Problem, schedule: Any, block: dict[str, str]) -> dict[str, 
     saves everything that backward reads are left alone.
     """
     ops, there = problem.trace.ops, schedule.made_by(schedule.forward_steps)
-    calls = Counter[tuple[str, str]]()
+    calls, partly = Counter[tuple[str, str]](), set()
     saved: dict[str, dict[str, list[int]]] = {path: {} for path in block.values()}
-    partly = set()
     for op in (op for op in range(problem.forward_end) if ops.module[op] in block):
         path, makes, target = block[ops.module[op]], problem.creates[op], ops.target[op]
         if any(s in there for s in makes):

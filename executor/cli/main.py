@@ -149,13 +149,15 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
     check_trusted(plan, given.meta.model, model, trust)
     with stdout_free(out.as_json):
         made = exports(given, model)
+    fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[made["within_budget"]]
     lines = [
-        f"the plan {show_bytes(made['plan_peak_bytes'])}; untouched {show_bytes(made['untouched_peak_bytes'])}"
+        f"the plan {show_bytes(made['plan_peak_bytes'])}; untouched {show_bytes(made['untouched_peak_bytes'])}",
+        f"  policy: {show_bytes(made['policy_peak_bytes'])}{fits}",
     ]
-    policy, *others = made["exports"]
-    fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[policy["within_budget"]]
-    lines.append(f"  policy of {policy['setting']}: {show_bytes(policy['peak_bytes'])}{fits}")
-    lines += [f"  not measured: {e['setting']}" for e in others]
+    for n, blocks in made["every_n_layers"].items():
+        lines.append(
+            f"  not measured: gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks)}"
+        )
     if output is not None:
         write_text(output, made["policy"])
         lines.append(f"Next: from {output.stem} import apply; apply(model)")

@@ -26,25 +26,24 @@ if TYPE_CHECKING:
     from traces.records.plan import PredictionWarning
 
 
-class Numbers(click.ParamType):
-    """Whole numbers with commas between them: "0,1,7"."""
-
-    name = "numbers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        if not all(part.isdecimal() for part in value.split(",")):
-            self.fail(f"{value!r} is not a list of whole numbers such as 0,7", param, ctx)
-        return tuple(dict.fromkeys(int(part) for part in value.split(",")))
-
-
+Columns = Sequence[tuple[str, str, Callable[[Any], Any]]]
+COLUMNS: Columns = (  # of a name and its rehearsal
+    ("", "", lambda row: row[0]),
+    ("requested", "bytes", lambda row: row[1].steady.requested_bytes),
+    ("allocated", "bytes", lambda row: row[1].steady.allocated_bytes),
+    ("reserved", "bytes", lambda row: row[1].figures.peak_reserved_bytes),
+    ("in all", "bytes", lambda row: row[1].gpu_bytes),
+)
 MOST_LINES = 8
 STEADY = 3  # iterations after which the step repeats itself
-NUMBERS = Numbers()
 APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
+
+
+def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them: "0,1,7"."""
+    if text and not all(part.isdecimal() for part in text.split(",")):
+        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 0,7")
+    return tuple(dict.fromkeys(map(int, text.split(",")))) if text else ()
 
 
 @click.command(cls=Grouped)
@@ -64,9 +63,11 @@ APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
     "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate why`."
 )
 @click.option(
-    "--ranks", type=NUMBERS, default=(), help="Ranks of a distributed job; several numbers give a table."
+    "--ranks", default="", callback=_numbers, help="Ranks of a distributed job; several numbers give a table."
 )
-@click.option("--rank", type=NUMBERS, default=(), help="Which of them to rehearse, such as 0,7. Default: 0.")
+@click.option(
+    "--rank", default="", callback=_numbers, help="Which of them to rehearse, such as 0,7. Default: 0."
+)
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
 @click.option(
     "--budget",
@@ -169,12 +170,11 @@ def _within_budget(
     from tracer.rehearsal.run import LARGE_BYTES
     from traces.devices import device
 
-    there = device(gpu)
+    large = replace(device(gpu), memory_bytes=LARGE_BYTES)
     check_budget(budget)
-    large = partial(run, replace(there, memory_bytes=LARGE_BYTES), rank=number, script=True if job else None)
-    twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
-    more_ranks = partial(large, job=twice) if twice else None
-    found = plan_within(budget, partial(large, job=job), more_ranks, out.say)
+    found = plan_within(
+        budget, partial(run, large, rank=number, script=True if job else None, job=job), out.say
+    )
     if output and found.plans:
         found.plans.save(output)
     out.show(found.to_json, lambda: _budget_in_words(found, output))
@@ -182,19 +182,9 @@ def _within_budget(
 
 def _budget_in_words(found: Found, output: Path | None) -> str:
     first, limit = found.untouched, show_bytes(found.budget_bytes)
-    rank = f", rank {first.rank} of {first.ranks}" if first.ranks else ""
-    lines = [
-        f"{first.model} on {first.gpu}{rank}, torch {first.environment.get('torch', '?')}: {first.provenance}"
-    ]
+    lines = [_title(first)]
     runs = [("untouched", first), ("blocks compiled, all saved", found.saved), ("plan", found.planned)]
-    columns: list[tuple[str, str, Callable[[Any], Any]]] = [
-        ("", "", lambda row: row[0]),
-        ("requested", "bytes", lambda row: row[1].steady.requested_bytes),
-        ("allocated", "bytes", lambda row: row[1].steady.allocated_bytes),
-        ("reserved", "bytes", lambda row: row[1].figures.peak_reserved_bytes),
-        ("in all", "bytes", lambda row: row[1].gpu_bytes),
-    ]
-    lines += [f"  {line}" for line in table([row for row in runs if row[1]], columns).lines()]
+    lines += _rows([(name, run) for name, run in runs if run], COLUMNS)
     if found.plans is None:
         return "\n".join(
             [*lines, f"  budget {limit} of the GPU, as by nvidia-smi: kept untouched, no plan is needed"]
@@ -206,14 +196,13 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
         f"roofline, communication beside it; no plan within the budget adds less than {told['bound_percent']:.2f} %",
     ]
     for other in found.others:
-        how = "rehearsed" if other.rehearsed else "estimated"
         added = "" if other.added_percent is None else f", +{other.added_percent:.2f} %"
-        lines.append(f"    {other.what}: {show_bytes(other.gpu_bytes)}{added} ({how})")
+        lines.append(f"    {other.what}: {show_bytes(other.gpu_bytes)}{added} (estimated)")
     if output:
         lines.append(f"  wrote {output}: apply_plan(model, {str(output)!r}) trains by it")
     if told["alloc_conf"]:
         lines.append(f"  set PYTORCH_ALLOC_CONF={told['alloc_conf']} before torch is imported")
-    return "\n".join([*lines, *(w for w in _warnings(found.planned or first))])
+    return "\n".join([*lines, *_warnings(found.planned or first)])
 
 
 def _refuse_for_commands(command: str) -> None:
@@ -249,24 +238,18 @@ def refuse_if_too_large(found: Rehearsal) -> None:
 
 def in_words(found: Rehearsal) -> str:
     """A rehearsal for people."""
-    env = found.environment
-    conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
     phases = [(n, *phase) for n, i in enumerate(found.iterations, 1) for phase in i.phases.items()]
-    peaks = table(
-        phases,
-        [
-            ("", "", lambda row: f"iteration {row[0]}, {row[1]}"),
-            ("requested", "bytes", lambda row: row[2].requested_bytes),
-            ("allocated", "bytes", lambda row: row[2].allocated_bytes),
-            ("reserved", "bytes", lambda row: row[2].reserved_bytes),
-        ],
-    )
+    columns: Columns = [
+        ("", "", lambda row: f"iteration {row[0]}, {row[1]}"),
+        ("requested", "bytes", lambda row: row[2].requested_bytes),
+        ("allocated", "bytes", lambda row: row[2].allocated_bytes),
+        ("reserved", "bytes", lambda row: row[2].reserved_bytes),
+    ]
     steady = found.steady
     fits = "fits" if found.fits else "DOES NOT FIT"
-    rank = f", rank {found.rank} of {found.ranks}" if found.ranks else ""
     lines = [
-        f"{found.model} on {found.gpu}{rank}, torch {env.get('torch', '?')}{conf}: {found.provenance}",
-        *(f"  {line}" for line in peaks.lines()),
+        _title(found),
+        *_rows(phases, columns),
         f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved",
         f"  outside torch, assumed: {_outside(found)}",
         f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as by nvidia-smi",
@@ -292,25 +275,30 @@ def _outside(found: Rehearsal) -> str:
 
 def ranks_in_words(found: Sequence[Rehearsal]) -> str:
     """Several ranks, or jobs of several sizes, one a line."""
-    columns: list[tuple[str, str, Callable[[Rehearsal], Any]]] = [
-        ("", "", lambda f: f"rank {f.rank} of {f.ranks}"),
-        ("requested", "bytes", lambda f: f.steady.requested_bytes),
-        ("allocated", "bytes", lambda f: f.steady.allocated_bytes),
-        ("reserved", "bytes", lambda f: f.figures.peak_reserved_bytes),
-        ("outside torch", "bytes", lambda f: f.outside_bytes),
-        ("in all", "bytes", lambda f: f.gpu_bytes),
-        ("fits", "", lambda f: "yes" if f.fits else "NO"),
+    rows = [(f"rank {f.rank} of {f.ranks}", f) for f in found]
+    more: Columns = [
+        ("outside torch", "bytes", lambda row: row[1].outside_bytes),
+        ("fits", "", lambda row: "yes" if row[1].fits else "NO"),
     ]
-    first = found[0]
-    lines = [f"{first.model} on {first.gpu}, torch {first.environment.get('torch', '?')}: {first.provenance}"]
-    lines += [f"  {line}" for line in table(found, columns).lines()]
-    held = [(what, "bytes", partial(_held, what)) for what in first.at_the_peak]
-    lines += ["  at the peak", *(f"  {line}" for line in table(found, [columns[0], *held]).lines())]
+    held = [(what, "bytes", partial(_held, what)) for what in found[0].at_the_peak]
+    lines = [_title(found[0], ranks=False), *_rows(rows, [*COLUMNS, *more])]
+    lines += ["  at the peak", *_rows(rows, [COLUMNS[0], *held])]
     return "\n".join([*lines, *dict.fromkeys(w for f in found for w in _warnings(f))])
 
 
-def _held(what: str, found: Rehearsal) -> int:
-    return found.at_the_peak.get(what, 0)
+def _held(what: str, row: tuple[str, Rehearsal]) -> int:
+    return row[1].at_the_peak.get(what, 0)
+
+
+def _title(found: Rehearsal, ranks: bool = True) -> str:
+    env = found.environment
+    conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
+    rank = f", rank {found.rank} of {found.ranks}" if ranks and found.ranks else ""
+    return f"{found.model} on {found.gpu}{rank}, torch {env.get('torch', '?')}{conf}: {found.provenance}"
+
+
+def _rows(rows: Sequence[tuple[Any, ...]], columns: Columns) -> list[str]:
+    return [f"  {line}" for line in table(rows, columns).lines()]
 
 
 def _warnings(found: Rehearsal) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,7 +38,6 @@ class Other:
     what: str
     gpu_bytes: int
     added_percent: float | None = None  # of the blocks' time; None: it is another step
-    rehearsed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ class Found:
     saved: Rehearsal | None = None  # the blocks compiled, with everything saved
     planned: Rehearsal | None = None
     plans: BlockPlans | None = None
-    others: Sequence[Other] = field(default_factory=tuple)
+    others: tuple[Other, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `execute rehearse --budget --json` prints it."""
@@ -64,7 +63,7 @@ class Found:
         }
 
 
-def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[str], None]) -> Found:
+def plan_within(budget: str, run: Run, say: Callable[[str], None]) -> Found:
     """Rehearse untouched, with the blocks recorded, and by plans, until one keeps the budget.
 
     Unless they are given, the allocator's settings are SEGMENTS from there on. A plan that takes more or clearly less
@@ -72,7 +71,6 @@ def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[st
 
     Args:
         budget: of what nvidia-smi would show, in bytes, or a share of what it shows untouched.
-        more_ranks: the same of a job of twice as many ranks.
 
     Raises:
         BudgetError: no plan within the budget was found, or none kept it when it was rehearsed.
@@ -88,13 +86,13 @@ def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[st
         saved = run(around=(RECORD, name))
         step = compose(Path(name))
         found = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
-    others = _others(step, saved, limit)
-    if more_ranks is not None:
-        say("Rehearsing it untouched on twice as many ranks ...")
-        twice = more_ranks()
-        others.append(Other(what=f"{twice.ranks} ranks, no plan", gpu_bytes=twice.gpu_bytes, rehearsed=True))
     return Found(
-        budget_bytes=limit, untouched=untouched, saved=saved, planned=found[0], plans=found[1], others=others
+        budget_bytes=limit,
+        untouched=untouched,
+        saved=saved,
+        planned=found[0],
+        plans=found[1],
+        others=_others(step, saved),
     )
 
 
@@ -163,23 +161,17 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
     )
 
 
-def _others(step: Composed, saved: Rehearsal, limit: int) -> list[Other]:
-    """Checkpointing of whole blocks, as a plan says it, and half the micro-batch; estimated."""
-    problem, whole = Problem(step.trace), len(step.placed)
+def _others(step: Composed, saved: Rehearsal) -> tuple[Other, ...]:
+    """Checkpointing of every block, as a plan says it, and half the micro-batch; estimated."""
+    problem = Problem(step.trace)
     before_ns = problem.saved.timeline.step_time_ns
-    ends = [*(p.storage for p in step.placed), len(step.trace.storages)]
-
-    def checkpointed(what: str, blocks: int) -> Other:
-        after = problem.replay(Action(storage=s) for s in problem.candidates if s < ends[blocks]).timeline
-        added = round(percent(after.step_time_ns - before_ns, before_ns), 3)
-        return Other(what=what, gpu_bytes=after.peak_allocated_bytes + _beside(saved), added_percent=added)
-
-    fewer = (checkpointed(f"the first {n} of {whole} blocks checkpointed", n) for n in range(1, whole))
-    return [
-        checkpointed("every block checkpointed", whole),
-        *[other for other in fewer if other.gpu_bytes <= limit][:1],
+    after = problem.replay(Action(storage=s) for s in problem.candidates).timeline
+    added = round(percent(after.step_time_ns - before_ns, before_ns), 3)
+    whole = after.peak_allocated_bytes + _beside(saved)
+    return (
+        Other(what="every block checkpointed", gpu_bytes=whole, added_percent=added),
         Other(what="half the micro-batch, no plan", gpu_bytes=_half_the_batch(saved)),
-    ]
+    )
 
 
 def _beside(saved: Rehearsal) -> int:
