@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.fitting.fit import fit
-    from executor.plans import measure, verify
+    from executor.plans import verify
     from executor.training.module import apply_plan, remove_plan, unplanned
 
-__all__ = ["apply_plan", "fit", "measure", "remove_plan", "unplanned", "verify"]
-_ROOMS = {"fit": "executor.fitting.fit", "measure": "executor.plans", "verify": "executor.plans"}
+__all__ = ["apply_plan", "fit", "remove_plan", "unplanned", "verify"]
+_ROOMS = {"fit": "executor.fitting.fit", "verify": "executor.plans"}
 
 
 def __getattr__(name: str) -> Any:

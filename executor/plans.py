@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -192,28 +191,6 @@ def verify(
         build = in_hand(model, batch, loss, optimizer, None, {}, options, plan.meta.seed)
     with left_as_found():
         return compare(build, plan, device, steps)
-
-
-def measure(
-    plan: Plan | str | Path, model: str = "", *, say: Callable[[str], None] = lambda line: None, **how: Any
-) -> Measurement:
-    """Measure the plan, the untouched model and the step with everything saved, each in a fresh process; verify first.
-
-    Args:
-        plan: or the file of one.
-        model: what to build if not what the plan names, "my_training.py:build"; needed for a plan of a model in hand,
-            which no other process has.
-        say: called with a line before each part.
-        how: the other fields of `Settings`, such as `device` and `steps`.
-
-    Raises:
-        SpecError, PlanError, EnvironmentProblem, OutOfMemoryProblem: as `execute`.
-    """
-    settings = Settings(model=model, **how)
-    with tempfile.TemporaryDirectory() as folder:
-        if isinstance(plan, str | Path):
-            return measure_plan(Plan.load(plan), Path(plan), settings, say).measurement
-        return measure_plan(plan, plan.save(Path(folder) / "plan.json"), settings, say).measurement
 
 
 def measure_sweep(

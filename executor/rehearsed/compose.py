@@ -1,10 +1,9 @@
 """Compose one rank's step of what was recorded of its blocks, and cut a plan of it into plans for the blocks.
 
-Counts: of each block the values of its own graph, and what it is given, from its forward to the end of its backward,
-whether a plan reads that there or not; in each stretch of the step (a block's forward, the loss, a block's backward,
-the rest) what the rehearsal showed beside them, as one value: shards, their optimizer states, gathered parameters,
-buffers of reductions, gradients, logits, workspaces. Ignores: how these would change with a plan; the time of all but
-the blocks.
+Counts: of each block the values that its own graph makes; in each stretch of the step (a block's forward, the loss, a
+block's backward, the rest) what the rehearsal showed beside them, as one value: what blocks are given, shards, their
+optimizer states, gathered parameters, buffers of reductions, gradients, logits, workspaces. Ignores: how these would
+change with a plan, as where that alone reads what a block is given; the time of all but the blocks.
 """
 
 from __future__ import annotations
@@ -122,9 +121,8 @@ def compose(folder: Path) -> Composed:
         )
     number = {g: k for k, g in enumerate(sorted({used[b] for b in blocks}))}
     graphs = tuple(store.load(folder / str(g)) for g in number)
-    inputs = {b: {int(s): n for s, n in told["inputs"][b].items()} for b in blocks}
-    composing = _Composing(stretches, {b: graphs[number[used[b]]] for b in blocks}, inputs)
-    peaks = Problem(composing.step([0] * len(stretches), kept=False)).saved.timeline.peak_bytes
+    composing = _Composing(stretches, {b: graphs[number[used[b]]] for b in blocks})
+    peaks = Problem(composing.step([0] * len(stretches))).saved.timeline.peak_bytes
     inside = [max(peaks[a:b]) for a, b in composing.ranges]
     beside = [max(0, s.peak_bytes - n) for s, n in zip(stretches, inside, strict=True)]
     placed = tuple(Placed(block=b, graph=number[used[b]], **composing.starts[b]) for b in blocks)
@@ -134,24 +132,12 @@ def compose(folder: Path) -> Composed:
 class _Composing:
     """The tables of the composed step: in each stretch an op that makes what lies beside, then those of the block.
 
-    Storages: what lies beside, of each stretch; what blocks are given; then those of the blocks.
+    Storages: what lies beside, of each stretch; then those of the blocks.
     """
 
-    def __init__(
-        self,
-        stretches: Sequence[Stretch],
-        graphs: Mapping[str, Trace],
-        inputs: Mapping[str, Mapping[int, int]],
-    ) -> None:
-        self._stretches, self._graphs, self._inputs = stretches, graphs, inputs
-        # Of what blocks are given, by number: its bytes, where it comes into being, and its last uses in forward and at
-        # all.
-        self._given: dict[int, list[int]] = {
-            n: [0, -1, -1, -1] for of in inputs.values() for n in of.values()
-        }
-        sizes = accumulate(
-            (len(g.storages) for g in graphs.values()), initial=len(stretches) + len(self._given)
-        )
+    def __init__(self, stretches: Sequence[Stretch], graphs: Mapping[str, Trace]) -> None:
+        self._stretches, self._graphs = stretches, graphs
+        sizes = accumulate((len(g.storages) for g in graphs.values()), initial=len(stretches))
         self.starts = {b: {"storage": n} for b, n in zip(graphs, sizes, strict=False)}
         self.ranges: list[tuple[int, int]] = []
         rows: list[dict[str, Any]] = []
@@ -163,19 +149,11 @@ class _Composing:
             rows.append(_beside(k, s, phase))
             if block:
                 rows += self._ops(block, s.what, at + 1)
-                self._hand(block, s.what, rows[at], at, len(rows))
             self.ranges.append((at, len(rows)))
         self._first = next(
             at for (at, _), s in zip(self.ranges, stretches, strict=True) if s.what == BACKWARD
         )
         self._ops_table = Ops(**{f.name: tuple(row[f.name] for row in rows) for f in fields(Ops)})
-
-    def _storage(self, block: str, s: int) -> int:
-        """The id in the composed step of a storage of a block's graph."""
-        given = self._inputs[block].get(s)
-        if given is None:
-            return self.starts[block]["storage"] + s
-        return len(self._stretches) + [*self._given].index(given)
 
     def _op(self, block: str, op: int) -> int:
         first, start = self._graphs[block].meta.forward_ops, self.starts[block]
@@ -183,6 +161,7 @@ class _Composing:
 
     def _ops(self, block: str, what: str, at: int) -> Iterator[dict[str, Any]]:
         graph, self.starts[block][what] = self._graphs[block], at
+        base = self.starts[block]["storage"]
         first = graph.meta.forward_ops
         outputs = {s for s, hold in enumerate(graph.storages.hold) if hold == first - 1}
         for i in range(first) if what == FORWARD else range(first, len(graph.ops)):
@@ -191,47 +170,29 @@ class _Composing:
             kept = what == FORWARD and not outputs.isdisjoint(row["writes"])
             yield row | {
                 "inputs": tuple(self._op(block, j) for j in row["inputs"]),
-                "reads": tuple(dict.fromkeys(self._storage(block, s) for s in row["reads"])),
-                "writes": tuple(dict.fromkeys(self._storage(block, s) for s in row["writes"])),
-                "overwrites": self._storage(block, row["overwrites"]) if row["overwrites"] >= 0 else -1,
+                "reads": tuple(base + s for s in row["reads"]),
+                "writes": tuple(base + s for s in row["writes"]),
+                "overwrites": base + row["overwrites"] if row["overwrites"] >= 0 else -1,
                 "flags": row["flags"] | (EFFECT if kept else 0),
                 "module": f"{block}.{row['module']}".rstrip("."),
             }
 
-    def _hand(self, block: str, what: str, row: dict[str, Any], at: int, end: int) -> None:
-        """Let what the block is given be there from its forward to the end of its backward, for whatever runs again."""
-        for s, n in self._inputs[block].items():
-            given, place = self._given[n], self._storage(block, s)
-            given[3] = end - 1
-            if what == BACKWARD:
-                row["reads"] += (place,)
-            else:
-                given[2] = end - 1
-            if given[1] < 0:
-                given[:2] = self._graphs[block].storages.nbytes[s], at
-                row["writes"] += (place,)
-
-    def step(self, beside: Sequence[int], *, kept: bool = True) -> Trace:
-        """The step with so many bytes beside the blocks in each stretch.
-
-        Args:
-            kept: what blocks are given stays for what runs again; if not, it goes when nothing reads it any more.
-        """
-        n = len(beside) + len(self._given)
+    def step(self, beside: Sequence[int]) -> Trace:
+        """The step with so many bytes beside the blocks in each stretch."""
+        n = len(beside)
         table: dict[str, list[Any]] = {
-            "name": [_beside(k, s, "")["name"] for k, s in enumerate(self._stretches)]
-            + ["given"] * len(self._given),
-            "nbytes": [*beside, *(size for size, *_ in self._given.values())],
+            "name": [_beside(k, s, "")["name"] for k, s in enumerate(self._stretches)],
+            "nbytes": [*beside],
             "category": [OTHER] * n,
-            "producer": [*(at for at, _ in self.ranges), *(g[1] for g in self._given.values())],
-            "hold": [*(end - 1 for _, end in self.ranges), *(g[2 + kept] for g in self._given.values())],
+            "producer": [at for at, _ in self.ranges],
+            "hold": [end - 1 for _, end in self.ranges],
             "dtype": ["uint8"] * n,
             "shape": [()] * n,
         }
         for block, graph in self._graphs.items():
             sts = graph.storages
             table["name"] += [f"{block}.{name}" for name in sts.name]
-            # What it does not make itself is counted: among what it is given, or beside.
+            # What it does not make itself is counted beside.
             table["nbytes"] += [
                 size if op >= 0 else 0 for size, op in zip(sts.nbytes, sts.producer, strict=True)
             ]
@@ -240,9 +201,6 @@ class _Composing:
             for column in ("category", "dtype", "shape"):
                 table[column] += getattr(sts, column)
         ops, count = self._ops_table, len(table["name"])
-        if not kept:
-            reads = zip(ops.reads, ops.target, strict=True)
-            ops = replace(ops, reads=tuple(() if target == BESIDE else read for read, target in reads))
         columns = {
             **{k: tuple(v) for k, v in table.items()},
             **uses_of(ops, count),

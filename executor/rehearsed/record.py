@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import fx, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -22,7 +21,6 @@ from executor.backend import Compiler, trace_of
 from executor.graphs.graph import Graph
 from executor.training.module import STATE, apply_plan, install, trains
 from executor.training.wrapped import blocks_of, inside
-from tracer.capture.joint import ARGUMENT, PLACE
 from tracer.record.program import Program
 from tracer.torch_api import current_graph_task, is_traceable_wrapper_subclass, pytree
 from traces.errors import SpecError
@@ -78,19 +76,6 @@ class _Saving(Compiler):
     def __init__(self) -> None:
         super().__init__(budget="100%")
         self.traces: list[Trace] = []
-        self.given: list[Any] = []  # the arguments of the last call, None for what is no tensor
-        # Of each graph: storages, and their places among its arguments.
-        self.arguments: list[dict[int, int]] = []
-
-    def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
-        run = super().__call__(module, examples)
-
-        def call(*given: Any) -> Any:
-            tensors = [x if isinstance(x, torch.Tensor) else None for x in given]
-            self.given = [None if x is None else StorageWeakRef(x.untyped_storage()) for x in tensors]
-            return run(*given)
-
-        return torch.compiler.disable(call)
 
     def _within(self, graph: Graph) -> tuple[Program, Sequence[Action]]:
         program = graph.read()
@@ -101,10 +86,6 @@ class _Saving(Compiler):
             "inputs": sum(s.producer < 0 for s in program.storages),
         }
         self.traces.append(trace_of(program, graph.kind, **header))
-        holders = program.captured.graph_module.graph.find_nodes(op="placeholder")
-        place_of = {s: n.meta.get(PLACE) for n in holders for s in program.storage_of[n]}
-        wanted = [k for k, x in enumerate(graph.inputs) if x.kind == ARGUMENT]  # tangents come behind
-        self.arguments.append({s: k for s, k in place_of.items() if k in wanted})
         return program, ()
 
 
@@ -114,10 +95,6 @@ class Recorder:
     def __init__(self) -> None:
         self._compiler = _Saving()
         self._graphs: dict[str, int] = {}  # of the blocks in the order of their calls; -1: it ran as none
-        self._refs: list[StorageWeakRef] = []  # of blocks' arguments, each of which has its number here
-        self._inputs: dict[
-            str, dict[int, int]
-        ] = {}  # of each block: storages of its graph, and those numbers
         # What begins, of which block, and the peak until the next, in bytes.
         self._marks: list[list[Any]] = []
 
@@ -151,7 +128,7 @@ class Recorder:
                 "data-parallel ranks; rehearse without --budget."
             )
         if not self._graphs or path in self._graphs:
-            self._graphs, self._marks, self._refs, self._inputs = {}, [], [], {}
+            self._graphs, self._marks = {}, []
             _on_gradient((args, kwargs), lambda: self.mark(REST))
         self.mark(FORWARD, path)
         self._before = self._steps()
@@ -164,20 +141,12 @@ class Recorder:
             for k, (was, now) in enumerate(zip_longest(self._before, self._steps(), fillvalue=0))
             if now > was
         ]
-        self._graphs[path] = graph = served[0] if served else -1
-        places = self._compiler.arguments[graph] if served else {}
-        self._inputs[path] = {s: self._number(self._compiler.given[k]) for s, k in places.items()}
+        self._graphs[path] = served[0] if served else -1
         _on_gradient(made, lambda: self.mark(BACKWARD, path))
         self.mark(LOSS)
 
     def _steps(self) -> list[int]:
         return [c.graph.steps for c in self._compiler.compiled]
-
-    def _number(self, ref: StorageWeakRef) -> int:
-        """The number of a storage; while it is referred to, no other has its address."""
-        if ref not in self._refs:
-            self._refs.append(ref)
-        return self._refs.index(ref)
 
     def save(self, folder: Path) -> None:
         """Write what was seen last."""
@@ -189,7 +158,7 @@ class Recorder:
         self.mark(REST)
         for k, trace in enumerate(self._compiler.traces):
             store.save(trace, folder / str(k))
-        told = {"graphs": list(self._graphs.items()), "inputs": self._inputs, "marks": self._marks[:-1]}
+        told = {"graphs": list(self._graphs.items()), "marks": self._marks[:-1]}
         write_text(folder / STEP, canonical_json(told))
 
 

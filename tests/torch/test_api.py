@@ -21,16 +21,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import executor.plans as plans
-from executor import measure, verify
-from executor.plans import Outcome, Settings
+from executor import verify
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.prediction.step import text, warnings_of
-from tests.core.test_readme import measurement
 from tracer import trace
 from traces.errors import CaptureError, PlanError, SpecError
-from traces.records.plan import Plan
 from traces.records.trace import Trace
 
 
@@ -278,22 +274,6 @@ def test_a_plan_is_verified_on_copies_of_what_is_in_hand(tmp_path: Path) -> None
         verify(plan, other, batch, functional.cross_entropy, "adamw")
     with pytest.raises(SpecError, match="in hand when it was traced"):
         verify(plan)
-
-
-def test_what_python_measures_is_what_the_command_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def measured(plan: Plan, path: Path, settings: Settings, progress: Callable[[str], None]) -> Any:
-        asked.append((Plan.load(path), settings))
-        return Outcome(plan_path=str(path), plan=plan, measurement=measurement())
-
-    monkeypatch.setattr(plans, "measure_plan", measured)
-    net, batch, optimizer = held()
-    plan = plan_with("recompute-all", Problem(trace(net, batch, functional.cross_entropy, optimizer)), 2**40)
-    assert measure(plan, "my_training.py:build", steps=3, runs=2) == measurement()
-    assert asked == [(plan, Settings(model="my_training.py:build", steps=3, runs=2))]
 
 
 class Locked(nn.Module):

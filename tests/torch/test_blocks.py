@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import torch
 from torch import nn
 
 from executor import apply_plan, remove_plan, unplanned
+from executor.rehearsed.compose import Composed, compose
+from executor.rehearsed.record import STEP
 from executor.training.wrapped import blocks_of
 from simulator.core.problem import Problem
+from tests import tiny
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded
-from traces.errors import PlanError
+from traces.errors import PlanError, SpecError
 from traces.records.plan import BlockPlan, BlockPlans, Plan, load_plan
+from traces.records.store import save
 
 
 class Block(nn.Module):
@@ -100,3 +106,26 @@ def test_plans_for_other_blocks_and_files_that_hold_none_are_refused(tmp_path: P
     file.write_text("[]")
     with pytest.raises(PlanError, match="holds no plan"):
         load_plan(file)
+
+
+def test_blocks_that_run_once_each_are_composed_and_others_left_out_or_refused(tmp_path: Path) -> None:
+    of = tiny.chain(3)
+    save(replace(of, meta=replace(of.meta, forward_ops=4, first_backward_graph_op=4)), tmp_path / "0")
+
+    def composed(*marks: str, **graphs: int) -> Composed:
+        told = [[*mark.split(), 1 << 20] if " " in mark else [mark, "", 1 << 20] for mark in marks]
+        text = json.dumps({"graphs": [*graphs.items()], "marks": told})
+        (tmp_path / STEP).write_text(text)
+        return compose(tmp_path)
+
+    made = composed("forward a", "forward b", "loss", "backward b", "backward a", "rest", a=0, b=0)
+    assert [p.block for p in made.placed] == ["a", "b"]
+    assert Problem(made.trace).saved.timeline.peak_allocated_bytes == 1 << 20
+    # One that runs twice, as no graph, or whose backward never comes, is left to what lies beside.
+    more = ("forward c", "forward c", "forward d", "forward e", "loss", "backward c", "backward e")
+    made = composed("forward a", *more, "backward a", a=0, c=0, d=0, e=-1)
+    assert [p.block for p in made.placed] == ["a"]
+    with pytest.raises(SpecError, match="backward reaches none"):
+        composed("forward a", "loss", a=0)
+    with pytest.raises(SpecError, match="forward after others ran backward"):
+        composed("forward a", "loss", "backward a", "forward b", "loss", "backward b", a=0, b=0)
