@@ -10,13 +10,8 @@ from traces.records.trace import Trace, TraceMeta
 
 
 def check_trusted(source: object, named: str, given: str, trust: bool) -> None:
-    """Raise SpecError if the model of a plan or a trace is a Python file that only this plan or trace names.
-
-    Args:
-        source: the plan or the trace, for the message.
-        named: the model that it names.
-        given: the model that the user named instead; empty: none.
-        trust: the user lets that file run.
+    """Raise SpecError if the model `named` by a plan or a trace (`source`) is a Python file that the user has not
+    `given` himself, nor trusts.
     """
     if not given and not trust and is_build_function(named):
         raise SpecError(
@@ -26,10 +21,8 @@ def check_trusted(source: object, named: str, given: str, trust: bool) -> None:
 
 
 def check_alloc_conf(meta: TraceMeta, device: str) -> None:
-    """Raise EnvironmentProblem if the environment's allocator settings are others than those of the plan.
-
-    Torch reads them once, before CUDA starts. Where the environment says nothing, the processes that measure get the
-    plan's; a plan made under torch's default settings is measured under whatever the environment says.
+    """Raise EnvironmentProblem if the environment's allocator settings are others than those of the plan, which the
+    processes that measure get where the environment says nothing.
     """
     from simulator.allocator.settings import parse_alloc_conf
 
@@ -45,11 +38,7 @@ def check_alloc_conf(meta: TraceMeta, device: str) -> None:
 
 
 def check_kind(meta: TraceMeta, device: str) -> None:
-    """Raise PlanError if a plan is for a GPU's graph and the device is the CPU.
-
-    The other way round the structures of the graphs decide: where a model has neither attention nor batch norm, the
-    CPU's graph and the GPU's are the same.
-    """
+    """Raise PlanError if a plan is for a GPU's graph and the device is the CPU; else the graphs' structures decide."""
     if meta.device.startswith("cuda") and device.startswith("cpu"):
         raise PlanError(
             f"the plan is for the graph that {meta.target} runs, and the CPU runs other ops (attention, batch norm): "
@@ -58,11 +47,8 @@ def check_kind(meta: TraceMeta, device: str) -> None:
 
 
 def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
-    """Return whether the times of a trace are those of the device, so that they can be set beside measured ones.
-
-    Counts: the kind of device; of GPUs the board, by the driver's name (measured) or the entry in the device table
-    (fake). Ignores: which CPU it is, since the table has one entry for all of them. `gpu`: the GPU's name as the driver
-    gives it.
+    """Return whether the times of a trace are those of the device, of GPUs of the same board (`gpu`: its name as the
+    driver gives it), so that they can be set beside measured ones.
     """
     from traces.devices import board_of
 
@@ -72,13 +58,8 @@ def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
 
 
 def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Trace:
-    """The trace behind a plan: in a directory of that name, or recorded again on fake tensors of a device.
-
-    Args:
-        model: build this instead of what the plan names.
-
-    Raises:
-        PlanError: the trace in the directory is another one.
+    """The trace behind a plan: in a directory of that name, or recorded again on fake tensors of a device, of `model`
+    instead of what the plan names. Raises PlanError if the trace in the directory is another one.
     """
     if name is not None:
         from traces.records.store import load

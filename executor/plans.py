@@ -64,9 +64,7 @@ def measure_plan(
             what they give now.
 
     Raises:
-        PlanError: the plan's actions do not give its figures, or it belongs to another graph than the model's (a plan
-            from a laptop's trace applies on a GPU as long as the model's graph has the same structure there, and a plan
-            for a GPU's graph does not run on the CPU).
+        PlanError: the plan's actions do not give its figures, or it belongs to another graph than the model's.
         EnvironmentProblem: no such device, the environment sets the allocator otherwise, or a process died.
         OutOfMemoryProblem: the plan ran out of memory. (That eager, save-all or the verification did is a warning.)
     """

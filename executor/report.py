@@ -24,15 +24,10 @@ def write_measurement(
     plan: Plan,
     measured_curve: Sequence[tuple[int, int]] | None = None,
 ) -> Path:
-    """Write the page for one measurement, whole or not at all.
+    """Write the page for one measurement, whole or not at all, with the trace and the plan that its prediction is of.
 
-    Args:
-        trace, plan: what the prediction was made from, for the sections about it.
-        measured_curve: (ns, live bytes) of one real step with the plan, drawn over the predicted memory.
-
-    Raises:
-        EnvironmentProblem: a package that reports need is not installed.
-        PlanError: the plan does not fit the trace.
+    `measured_curve`: (ns, live bytes) of one real step with the plan, drawn over the predicted memory. Raises
+    EnvironmentProblem if a package that reports need is missing, PlanError if the plan does not fit the trace.
     """
     m = measurement
     setting = setting_of(trace.meta, plan.meta.alloc_conf or None)
@@ -59,31 +54,17 @@ def write_measurement(
 
 
 def _texts(m: Measurement, meta: TraceMeta) -> Iterator[Text]:
-    """Return what must be said beside the figures: the budget, the verification, and what the times are."""
+    """What must be said beside the figures: the budget, the verification, and what the times are."""
     if m.budget_bytes is not None:
         told = {None: "unknown", True: "within", False: "ABOVE"}[m.within_budget]
         of = "" if m.budget_of == ALLOCATED else " of reserved memory"
         tone = "warning" if m.within_budget is False else "note"
         yield Text(f"Budget {show_bytes(m.budget_bytes)}{of}: the measured peak is {told}.", tone)
-    did = {
-        True: "trained as the untouched model does",
-        False: "did NOT train as the untouched model does",
-        None: "was not compared with the untouched model",
-    }[m.verified]
-    over = f" over {m.steps} steps from the same seed" if m.verified is not None else ""
-    yield Text(f"The plan {did}{over}.", "note" if m.verified else "warning")
-    yield Text(
-        "Each way of running the step ran in a process of its own. Eager is the untouched training loop; save-all and "
-        "plan are the rewritten graph with an empty plan and with the plan."
-    )
-    target = meta.target or meta.device
+    did = {True: "trained as", False: "did NOT train as", None: "was not compared with"}[m.verified]
+    yield Text(f"The plan {did} the untouched model ({m.steps} steps).", "note" if m.verified else "warning")
+    yield Text("Save-all and plan are the rewritten graph with an empty plan and with the plan.")
     if m.predicted.step_time_ns is None:
-        where = f"the measurement ran on the {m.place}; they are left out."
-        yield Text(f"The plan's times are for {target}, and {where}", "note")
+        yield Text(f"The plan's times are for {meta.target or meta.device}, and are left out.", "note")
     elif meta.mode != "real":
-        yield Text(
-            f"The predicted times are those of a trace that was not run: a roofline's estimates for {target}. Their "
-            "error says nothing about the memory.",
-            "warning",
-        )
+        yield Text("The predicted times are a roofline's estimates.", "warning")
     yield from warned(f"Beside the prediction: {text}" for text in m.warnings)

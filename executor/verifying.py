@@ -73,18 +73,12 @@ class _Side:
 
 
 def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -> Verification:
-    """Train both sides for `steps` steps and compare.
+    """Train both sides, built from one seed, for `steps` steps with deterministic algorithms, and compare.
 
-    Deterministic algorithms are switched on while the steps run. Should a bit differ, the question is whether the
-    plan or the machine did it: kernels that share work among threads were seen to differ from themselves in the last
-    bit on a busy machine. On the CPU the comparison is then made again with one thread, which decides. On CUDA a
-    second untouched model runs as a control, and the plan must stay within `NOISE_FACTOR` times its difference.
-
-    Args:
-        build: makes the training step; it is called twice with the same seed.
-        plan: what the second side trains by.
-        device: "cpu" or "cuda".
-        steps: how many.
+    Should a bit differ, the question is whether the plan or the machine did it: kernels that share work among threads
+    were seen to differ from themselves in the last bit on a busy machine. On the CPU the comparison is then made again
+    with one thread, which decides. On CUDA a second untouched model runs as a control, and the plan must stay within
+    `NOISE_FACTOR` times its difference.
     """
     outcome = _compare(build, None, plan, device, steps)
     if outcome.bit_equal:
@@ -120,13 +114,10 @@ def _rounded(outcome: Verification, plan: Plan) -> Verification:
 
 
 def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verification:
-    """Compare again on one CPU thread, and tell a wrong plan from a graph that runs other kernels than eager.
-
-    Eager runs `nn.LSTM` and its kind as one fused kernel that no graph of aten ops contains; the elementary ops of the
-    captured graph round differently. If the plan is bit-equal to the same graph without a plan, the plan is exact, and
-    the graph itself must agree with eager to `ROUNDING` in the first step's loss, gradients and buffers, and in every
-    bit of counters and random states. (One tensor alone is no measure: the true gradient of a bias before a batch norm
-    is zero, and what is left of it is rounding.)
+    """Compare again on one CPU thread, and tell a wrong plan from a graph that runs other kernels than eager, as that
+    of `nn.LSTM` does. If the plan is bit-equal to the same graph without a plan, the plan is exact, and the graph
+    must agree with eager to `ROUNDING` in the first step's loss, gradients and buffers, and in every bit of counters
+    and random states.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

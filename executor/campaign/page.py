@@ -9,10 +9,9 @@ from typing import Any, Final
 
 from executor.campaign.cases import NONE
 from executor.campaign.run import Book, Result
-from simulator.report.page import Page, Section, Text, warned, write_page
+from simulator.report.page import Page, Section, Text, write_page
 from simulator.show.tables import Cell, Table, no, table, yes
 from traces.files import to_json
-from traces.provenance import MEASURED_CUDA
 
 SLOWDOWN: Final = "slow-down"
 # Those of `RunFigures.headline`, and one more.
@@ -141,12 +140,10 @@ def errors(book: Book) -> Table:
 def write_campaign(path: str | Path, book: Book) -> Path:
     """Write the page, whole or not at all. Raises EnvironmentProblem if a package that reports need is missing."""
     found = [r.measurement for r in book.records if r.measurement is not None]
-    on_gpu = any(m.provenance == MEASURED_CUDA for m in found)
-    no_gpu = () if on_gpu else ("No figure on this page is a GPU's.",)
     rows = [(k.replace("_", " "), str(v)) for k, v in to_json(book.method).items()]
     rows += [(k, v) for m in found[:1] for k, v in sorted(m.environment.items()) if v]
     sections = (
-        Section("Errors", (*warned(no_gpu), Text(MEANING), errors(book))),
+        Section("Errors", (Text(MEANING), errors(book))),
         Section("Every case", (cases(book),)),
         Section("Provenance", (Table(columns=("", "value"), rows=tuple(rows)),)),
     )

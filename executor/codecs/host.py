@@ -1,12 +1,10 @@
 """A value in host memory and back: the ops `lowtide::offload`, `reload`, `wait_out`, `prefetch` and `wait_in`.
 
 `simulator.core.facts` says what they mean. On CUDA copies run on two streams of their own, one a direction, to and
-from pinned memory, which torch's host allocator pools. A copy out begins when the value is made; `wait_out` has the
-compute stream wait for its end, so memory that is freed behind it is not written before. A copy in begins when what the
-compute stream had before is done, since the memory may have been another's; `wait_in`, which `executor.rewrite` puts
-before the first op that reads the value, has the compute stream wait for it.
-
-On a CPU the copies are plain ones, to memory of numpy's: what torch's profiler counts is the device's part alone.
+from pinned memory. `wait_out` has the compute stream wait for the end of a copy out, so memory that is freed behind it
+is not written before. A copy in begins when what the compute stream had before is done, since the memory may have been
+another's; `wait_in`, which `executor.rewrite` puts before the first op that reads the value, waits for it. On a CPU the
+copies are plain ones, to memory of numpy's, which torch's profiler does not count.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@ take beside their result). Both work in torch's own passes; those of the approxi
 `executor.codecs.approximate`.
 
 What does not lie in memory without gaps is copied first, and comes back row by row. A group that holds an infinity or a
-NaN, or whose numbers lie farther apart than float32 can say, comes back without one finite number; a group of equal
-numbers comes back as it was from `int*`. `fewbit*` formats are given with their activation, as `fewbit4:gelu`; a NaN
-comes back as a number, and is in the activation's output. Rounding draws from a generator of its own: the model's
-random stream stays as it is.
+NaN, or whose numbers lie farther apart than float32 can say, comes back without one finite number. `fewbit*` formats
+are given with their activation, as `fewbit4:gelu`; a NaN comes back as a number, and is in the activation's output.
 """
 
 from __future__ import annotations

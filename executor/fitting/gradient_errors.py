@@ -78,15 +78,9 @@ def gradient_errors(
     device: str = "cpu",
     say: Say = lambda line: None,
 ) -> GradientErrors:
-    """By how much each approximate format changes the gradient of one step on the user's batch, by parts of the values
-    that it can hold, each alone. One model is there; nothing is recomputed, so the untouched step must fit.
-
-    Args:
-        build: makes the step; the optimizer does not run.
-        made: its trace.
-
-    Raises:
-        SpecError: a kind is none that is approximate, or the step is the user's own iteration.
+    """By how much each approximate format changes the gradient of one step, of which `made` is the trace, on the user's
+    batch, by parts of the values that it can hold, each alone. The untouched step must fit. Raises SpecError if a kind
+    is none that is approximate, or the step is the user's own iteration.
     """
     if unknown := [k for k in kinds if k not in LOSSY]:
         raise SpecError(f"{unknown[0]} changes no gradient by an error; there are {', '.join(LOSSY)}.")

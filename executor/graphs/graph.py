@@ -13,8 +13,6 @@ import torch
 from torch import fx, nn
 
 from executor.graphs import hand_over
-from executor.graphs.not_made import NotMade
-from executor.graphs.unchanged import digest
 from executor.graphs.unreached import without
 from executor.rewrite import Rewritten, rewrite
 from simulator.core.problem import Problem
@@ -32,6 +30,7 @@ from tracer.torch_api import (
     enter_autocast,
     inside_torch_func,
     is_batched,
+    make_wrapper_subclass,
     preserved_versions,
 )
 from traces.errors import PlanError
@@ -39,7 +38,58 @@ from traces.records.plan import Action
 
 aten = torch.ops.aten
 CALL: Final = "lowtide"  # the key under which the autograd node of a call has its `Call`
+# By the size of an element: the numbers to read it as, and those to add them up in, which may overflow: a wider type
+# for the long ones would take forty times as long.
+_WHOLE: Final = {
+    1: (torch.uint8, torch.int64),
+    2: (torch.int16, torch.int64),
+    4: (torch.int32, torch.int32),
+    8: (torch.int64, torch.int64),
+}
+PASSED_ON: Final = ("detach", "alias", "_to_copy", "view_as")  # by code that only hands outputs on
 Decide = Callable[["Graph"], tuple[Program, Sequence[Action]]]
+
+
+class NotMade(torch.Tensor):
+    """The place of an output that the plan does not make: its shape and type are known, and any use of it raises."""
+
+    why: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, why: str) -> NotMade:
+        made: NotMade = make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made.why = why
+        return made
+
+    def __init__(self, like: torch.Tensor, why: str) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"NotMade({tuple(self.shape)}: {self.why})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mine = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
+        if func.overloadpacket.__name__ in PASSED_ON:
+            return cls(mine, mine.why)
+        raise PlanError(f"{mine.why}, and {func} asked for it; use the loss alone, or plan without --allow.")
+
+
+def digest(x: torch.Tensor) -> int:
+    """The sum of a tensor's elements, read as whole numbers, each row as often as its place says.
+
+    Memory that is NumPy's or another process's, too, and writes through `.data`, change without a new version.
+    Counts: tensors on the CPU, where others write so. Ignores: the order within a row.
+    """
+    if x.device.type != "cpu":
+        return 0
+    x = x.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    whole, total = _WHOLE[x.itemsize]
+    if x.ndim < 2:
+        return int(x.view(whole).sum(dtype=total))
+    rows = x.view(whole).sum(tuple(range(1, x.ndim)), dtype=total)
+    return int((rows * torch.arange(1, len(rows) + 1)).sum())
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -245,12 +295,7 @@ def compile_graph(
     *,
     released: bool = False,
 ) -> tuple[Graph, Callable[..., Any]]:
-    """Compile what dynamo captured; returns the graph, and what dynamo is to call in its place.
-
-    Args:
-        left_out: numbers of outputs that the plan has no gradients for.
-        released: whether the loop frees each gradient in backward.
-    """
+    """Compile what dynamo captured; returns the graph (whose attributes are given), and what dynamo is to call."""
     kind = kind_of(examples)
     graph = Graph(inputs_of(module.graph, examples), decide, kind)
     graph.left_out, graph.released = frozenset(left_out), released

@@ -27,14 +27,8 @@ _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary
 def backward(
     module: fx.GraphModule, parameters: Sequence[nn.Parameter], places: Sequence[int], values: list[Any]
 ) -> Sequence[torch.Tensor | None]:
-    """Run a backward and hand the parameters their gradients meanwhile.
-
-    Args:
-        module: takes `values` in one list, and returns a flat sequence of gradients.
-        places: of the parameters' gradients among them.
-
-    Returns:
-        that sequence, with None for the parameters.
+    """Run a backward, hand the parameters their gradients meanwhile, and return the others, with None in the places of
+    the parameters' own.
     """
     check_alone(parameters, PlanError)
     made: dict[int, torch.Tensor] = {}

@@ -1,11 +1,4 @@
-"""Let a model in hand train by a plan: the same object, its training calls compiled by the plan.
-
-from executor import apply_plan
-model = apply_plan(model, "plan.json")
-for x, y in data:                                 # the loop stays as it was
-    loss = criterion(model(x), y)
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-"""
+"""Let a model in hand train by a plan: the same object, its training calls compiled by the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +13,6 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -278,7 +270,6 @@ class Planned:
     def receipt(self) -> Receipt:
         """Return what was done so far."""
         compiled, without = self.compiler.compiled, self.without + self.compiler.without
-        on_gpu = any(c.graph.kind == "cuda" for c in compiled)
         return Receipt(
             plan=self.compiler.plan,
             planned_steps=self.planned,
@@ -286,8 +277,6 @@ class Planned:
             unplanned_because=dict(without),
             captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps, seconds=c.seconds) for c in compiled),
             breaks=tuple(self.compiler.breaks),
-            peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
-            peak_reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         )
 
 
@@ -361,9 +350,7 @@ def _receipt_of_blocks(root: nn.Module) -> Receipt:
     """What the blocks did so far: as many steps by their plans as the one with the fewest."""
     planned = planned_in(root)
     each = [p.receipt() for p in planned]
-    return replace(
-        each[0],
-        plan=None,
+    return Receipt(
         planned_steps=min(r.planned_steps for r in each),
         unplanned_steps=max(r.unplanned_steps for r in each),
         unplanned_because=dict(sum((Counter(r.unplanned_because) for r in each), Counter())),

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from executor import apply_plan, unplanned
-from executor.graphs.unchanged import digest as _digest
+from executor.graphs.graph import digest as _digest
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded
 from tracer.capture.capture import Capturing

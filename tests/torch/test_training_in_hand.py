@@ -322,8 +322,7 @@ def test_a_long_run_survives_odd_calls(how: str) -> None:
         ]  # fmt: skip
         assert receipt.planned_steps == 14
         assert all(c.graph.rewritten.recomputed for c in compiled(planned))
-    assert receipt.peak_allocated_bytes is None
-    assert "not counted on a CPU" in str(receipt)
+    assert str(receipt).startswith(f"{receipt.planned_steps} steps by the plan")
 
 
 def test_by_default_an_odd_call_is_an_error(plan: Plan) -> None:
