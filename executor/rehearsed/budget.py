@@ -66,8 +66,9 @@ class Found:
 def plan_within(budget: str, run: Run, say: Callable[[str], None]) -> Found:
     """Rehearse untouched, with the blocks recorded, and by plans, until one keeps the budget.
 
-    The budget is of what nvidia-smi would show, in bytes, or a share of what it shows untouched. A plan that takes more or clearly less than the budget tells how far to tighten or loosen what it was made for.
-    Raises BudgetError if no plan within the budget was found, or none kept it when it was rehearsed.
+    The budget is of what nvidia-smi would show, in bytes, or a share of what it shows untouched. A plan that takes more
+    or clearly less tells how far to tighten or loosen what it was made for. Raises BudgetError if no plan within the
+    budget was found, or none kept it when it was rehearsed.
     """
     say("Rehearsing it untouched ...")
     untouched = run()
