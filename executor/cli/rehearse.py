@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +22,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from executor.rehearsed.budget import Found
-    from tracer.rehearsal.jobs import Job
     from tracer.rehearsal.record import Rehearsal
     from traces.records.plan import PredictionWarning
 
 
-Columns = Sequence[tuple[str, str, Callable[[Any], Any]]]
-COLUMNS: Columns = (  # of a name and its rehearsal
-    ("", "", lambda row: row[0]),
-    ("requested", "bytes", lambda row: row[1].steady.requested_bytes),
-    ("allocated", "bytes", lambda row: row[1].steady.allocated_bytes),
-    ("reserved", "bytes", lambda row: row[1].figures.peak_reserved_bytes),
-    ("in all", "bytes", lambda row: row[1].gpu_bytes),
-)
 MOST_LINES = 8
 STEADY = 3  # iterations after which the step repeats itself
 APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
-
-
-def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them: "0,1,7"."""
-    if text and not all(part.isdecimal() for part in text.split(",")):
-        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 0,7")
-    return tuple(dict.fromkeys(map(int, text.split(",")))) if text else ()
 
 
 @click.command(cls=Grouped)
@@ -62,12 +47,8 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @click.option(
     "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate why`."
 )
-@click.option(
-    "--ranks", default="", callback=_numbers, help="Ranks of a distributed job; several numbers give a table."
-)
-@click.option(
-    "--rank", default="", callback=_numbers, help="Which of them to rehearse, such as 0,7. Default: 0."
-)
+@click.option("--ranks", type=click.IntRange(min=1), help="Ranks of a distributed job.")
+@click.option("--rank", type=click.IntRange(min=0), help="Which of them to rehearse. Default: 0.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
 @click.option(
     "--budget",
@@ -86,8 +67,8 @@ def rehearse(
     iterations: int,
     alloc_conf: str,
     snapshot: Path | None,
-    ranks: tuple[int, ...],
-    rank: tuple[int, ...],
+    ranks: int | None,
+    rank: int | None,
     nodes: int | None,
     budget: str | None,
     output: Path | None,
@@ -110,12 +91,12 @@ def rehearse(
     execute rehearse my_training.py:build --gpu rtx-4090 --snapshot snapshot.pickle
     execute rehearse train.py --gpu a100-80 -- --epochs 1
     execute rehearse --gpu h100 -- execute campaign gpu-quick -o rehearsed
-    execute rehearse train.py --gpu h100 --ranks 8 --rank 0,7
+    execute rehearse train.py --gpu h100 --ranks 8 --rank 7
     execute rehearse --gpu h100 -- torchrun --nproc-per-node 8 train.py --epochs 1
 
     Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
     """
-    from tracer.rehearsal.jobs import jobs_of, launch_of
+    from tracer.rehearsal.jobs import job_of, launch_of
     from tracer.rehearsal.run import COMMANDS, command_on_null_driver
     from tracer.rehearsal.run import rehearse as run
 
@@ -125,10 +106,7 @@ def rehearse(
         sys.exit(command_on_null_driver([model, *arguments], gpu, alloc_conf))
     if launch is not None:
         model, arguments = launch.program, launch.arguments
-    found = []
-    jobs = jobs_of(launch, ranks, rank, nodes)
-    if snapshot and len(jobs) > 1:
-        raise SpecError("--snapshot is of one rank; name one rank of one job.")
+    job, number = job_of(launch, ranks, rank, nodes)
     one = partial(
         run,
         model,
@@ -141,30 +119,32 @@ def rehearse(
         iterations=iterations,
         alloc_conf=alloc_conf,
         snapshot=snapshot,
+        script=True if job else None,
+        job=job,
+        rank=number,
     )
     if budget:
-        if len(jobs) > 1 or plan or snapshot or iterations < STEADY:
+        if plan or snapshot or iterations < STEADY:
             raise SpecError(
-                f"--budget plans for one rank, without --plan and --snapshot, in {STEADY} iterations or more."
+                f"--budget excludes --plan and --snapshot, and takes {STEADY} iterations or more."
             )
-        _within_budget(budget, output, gpu, one, *jobs[0], out)
+        _within_budget(budget, output, gpu, one, out)
         return
     if output:
         raise SpecError("-o writes a plan, which --budget makes.")
-    for job, number in jobs:
-        out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
-        found.append(one(gpu, script=True if job else None, job=job, rank=number))
-    if len(found) == 1:
-        out.show(found[0].to_json, lambda: in_words(found[0]))
-    else:
-        out.show(lambda: {"rehearsals": [f.to_json() for f in found]}, lambda: ranks_in_words(found))
-    for each in found:
-        refuse_if_too_large(each)
+    out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
+    found = one(gpu)
+    out.show(found.to_json, lambda: in_words(found))
+    if not found.fits:
+        error = OutOfMemoryProblem(
+            f"{found.model} does not fit into {found.gpu}: it reserves {show_bytes(found.figures.peak_reserved_bytes)} "
+            f"beside {_outside(found)}; torch said there: {found.out_of_memory}"
+        )
+        error.exit_code = 1
+        raise error
 
 
-def _within_budget(
-    budget: str, output: Path | None, gpu: str, run: Any, job: Job | None, number: int, out: Output
-) -> None:
+def _within_budget(budget: str, output: Path | None, gpu: str, run: Any, out: Output) -> None:
     """`execute rehearse --budget`: find a plan and write it."""
     from executor.rehearsed.budget import plan_within
     from tracer.rehearsal.run import LARGE_BYTES
@@ -172,9 +152,7 @@ def _within_budget(
 
     large = replace(device(gpu), memory_bytes=LARGE_BYTES)
     check_budget(budget)
-    found = plan_within(
-        budget, partial(run, large, rank=number, script=True if job else None, job=job), out.say
-    )
+    found = plan_within(budget, partial(run, large), out.say)
     if output and found.plans:
         found.plans.save(output)
     out.show(found.to_json, lambda: _budget_in_words(found, output))
@@ -184,7 +162,18 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
     first, limit = found.untouched, show_bytes(found.budget_bytes)
     lines = [_title(first)]
     runs = [("untouched", first), ("blocks compiled, all saved", found.saved), ("plan", found.planned)]
-    lines += _rows([(name, run) for name, run in runs if run], COLUMNS)
+    rows = [
+        (
+            name,
+            run.steady.requested_bytes,
+            run.steady.allocated_bytes,
+            run.figures.peak_reserved_bytes,
+            run.gpu_bytes,
+        )
+        for name, run in runs
+        if run
+    ]
+    lines += _rows(rows, "requested", "allocated", "reserved", "in all")
     if found.plans is None:
         return "\n".join(
             [*lines, f"  budget {limit} of the GPU, as by nvidia-smi: kept untouched, no plan is needed"]
@@ -225,31 +214,18 @@ def apply_file(model: nn.Module, plan: str) -> Callable[..., Any]:
     return apply_plan(model, Plan.load(plan))
 
 
-def refuse_if_too_large(found: Rehearsal) -> None:
-    """Raise OutOfMemoryProblem, with exit code 1, if the GPU's memory does not suffice."""
-    if not found.fits:
-        error = OutOfMemoryProblem(
-            f"{found.model} does not fit into {found.gpu}: it reserves {show_bytes(found.figures.peak_reserved_bytes)} "
-            f"beside {_outside(found)}; torch said there: {found.out_of_memory}"
-        )
-        error.exit_code = 1
-        raise error
-
-
 def in_words(found: Rehearsal) -> str:
     """A rehearsal for people."""
-    phases = [(n, *phase) for n, i in enumerate(found.iterations, 1) for phase in i.phases.items()]
-    columns: Columns = [
-        ("", "", lambda row: f"iteration {row[0]}, {row[1]}"),
-        ("requested", "bytes", lambda row: row[2].requested_bytes),
-        ("allocated", "bytes", lambda row: row[2].allocated_bytes),
-        ("reserved", "bytes", lambda row: row[2].reserved_bytes),
+    phases = [
+        (f"iteration {n}, {name}", p.requested_bytes, p.allocated_bytes, p.reserved_bytes)
+        for n, i in enumerate(found.iterations, 1)
+        for name, p in i.phases.items()
     ]
     steady = found.steady
     fits = "fits" if found.fits else "DOES NOT FIT"
     lines = [
         _title(found),
-        *_rows(phases, columns),
+        *_rows(phases, "requested", "allocated", "reserved"),
         f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved",
         f"  outside torch, assumed: {_outside(found)}",
         f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as by nvidia-smi",
@@ -273,31 +249,17 @@ def _outside(found: Rehearsal) -> str:
     return text
 
 
-def ranks_in_words(found: Sequence[Rehearsal]) -> str:
-    """Several ranks, or jobs of several sizes, one a line."""
-    rows = [(f"rank {f.rank} of {f.ranks}", f) for f in found]
-    more: Columns = [
-        ("outside torch", "bytes", lambda row: row[1].outside_bytes),
-        ("fits", "", lambda row: "yes" if row[1].fits else "NO"),
-    ]
-    held = [(what, "bytes", partial(_held, what)) for what in found[0].at_the_peak]
-    lines = [_title(found[0], ranks=False), *_rows(rows, [*COLUMNS, *more])]
-    lines += ["  at the peak", *_rows(rows, [COLUMNS[0], *held])]
-    return "\n".join([*lines, *dict.fromkeys(w for f in found for w in _warnings(f))])
-
-
-def _held(what: str, row: tuple[str, Rehearsal]) -> int:
-    return row[1].at_the_peak.get(what, 0)
-
-
-def _title(found: Rehearsal, ranks: bool = True) -> str:
+def _title(found: Rehearsal) -> str:
     env = found.environment
     conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
-    rank = f", rank {found.rank} of {found.ranks}" if ranks and found.ranks else ""
+    rank = f", rank {found.rank} of {found.ranks}" if found.ranks else ""
     return f"{found.model} on {found.gpu}{rank}, torch {env.get('torch', '?')}{conf}: {found.provenance}"
 
 
-def _rows(rows: Sequence[tuple[Any, ...]], columns: Columns) -> list[str]:
+def _rows(rows: Sequence[tuple[Any, ...]], *names: str) -> list[str]:
+    """Rows of a name and bytes."""
+    columns: list[tuple[str, str, Callable[[Any], Any]]] = [("", "", itemgetter(0))]
+    columns += [(name, "bytes", itemgetter(k)) for k, name in enumerate(names, 1)]
     return [f"  {line}" for line in table(rows, columns).lines()]
 
 

@@ -158,9 +158,9 @@ def test_tensor_parallel_blocks_are_refused(tmp_path: Path) -> None:
 
 def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
     program = script(tmp_path, ALONE)
-    for words in (["--ranks", "1,2"], ["--iterations", "2"], ["--plan", program]):
+    for words in (["--iterations", "2"], ["--plan", program]):
         done = plan_for(program, "80%", *words)
-        assert (done.exit_code, "--budget plans for one rank" in done.output) == (2, True)
+        assert (done.exit_code, "--budget excludes --plan" in done.output) == (2, True)
     done = CliRunner().invoke(
         execute, ["rehearse", program, "--gpu", "h100", "-o", str(tmp_path / "plan.json")]
     )
