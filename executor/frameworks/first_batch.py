@@ -78,13 +78,6 @@ class FirstBatchCallback:
     ) -> None:
         """Let a module be planned at its first training call, in a loop with this optimizer, which else does what
         `loop_around` says; the loss is for where none was given."""
-        if self.plan is not None:
-            install(module, compiler_of(self.plan, module, self.on_mismatch, self.parts))
-            return
-        if self.parts:
-            within: dict[str, Any] = {"budget": self.budget, "seconds": self.seconds, "say": self.say}
-            install(module, Compiler(parts=True, on_mismatch=self.on_mismatch, **within))
-            return
 
         def first(module: nn.Module, args: Any, kwargs: Any) -> Compiler:
             call = SplitBatch(args=args, kwargs=kwargs, loss=self.loss or loss or loss_of, loss_inputs=())
@@ -101,7 +94,12 @@ class FirstBatchCallback:
             )
             return compiler_of(found, module, self.on_mismatch)
 
-        install(module, Compiler(budget="100%", on_mismatch=self.on_mismatch), first=first)
+        if self.plan is not None:
+            install(module, compiler_of(self.plan, module, self.on_mismatch, self.parts))
+            return
+        within: dict[str, Any] = {"budget": self.budget or "100%", "seconds": self.seconds, "say": self.say}
+        made = Compiler(parts=self.parts, on_mismatch=self.on_mismatch, **within)
+        install(module, made, first=None if self.parts else first)
 
     def awaits(self, module: nn.Module) -> bool:
         """True if a module has not been planned yet, since no training call of it has come."""
@@ -120,9 +118,7 @@ def bare_optimizer(optimizer: Any, model: nn.Module) -> Any:
 
     One that steps more than this model's parameters is given as what makes its like for them.
     """
-    seen = set()
-    while id(optimizer) not in seen and hasattr(optimizer, "optimizer"):
-        seen.add(id(optimizer))
+    while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None

@@ -6,38 +6,31 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from executor.inverted.formulas import DIGITS, FORWARD
 from executor.inverted.ops import backward_from_output, side
 
 
 class _FromOutput(torch.autograd.Function):
-    """An activation whose backward reads its output; in place, it writes over its input as torch's own does."""
+    """An activation whose backward reads its output."""
 
     @staticmethod
-    def forward(x: torch.Tensor, kind: str, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        bits = side(x, kind)
-        if not inplace:
-            return FORWARD[kind](x), bits
-        functional.silu(x, inplace=True)
-        return x, bits
+    def forward(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return FORWARD[kind](x), side(x, kind)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        x, ctx.kind, inplace = inputs
-        if inplace:
-            ctx.mark_dirty(x)
+        ctx.kind = inputs[1]
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*output)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor, None]:
         y, bits = ctx.saved_tensors
-        return backward_from_output(grad, y, bits, ctx.kind), None, None
+        return backward_from_output(grad, y, bits, ctx.kind), None
 
 
-def from_output(x: torch.Tensor, kind: str, inplace: bool = False) -> torch.Tensor:
+def from_output(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The activation `kind` (one of `formulas.FORWARD`) of x, which saves its output in place of x.
 
     Forward is torch's own. Types other than float32, float16 and bfloat16 take torch's backward, too. Memory is saved
@@ -45,8 +38,8 @@ def from_output(x: torch.Tensor, kind: str, inplace: bool = False) -> torch.Tens
     output (`nn.Dropout(inplace=True)` does): torch then refuses to go backward, as it does to differentiate twice.
     """
     if x.dtype in DIGITS and torch.is_grad_enabled() and x.requires_grad:
-        return _FromOutput.apply(x, kind, inplace)[0]
-    return functional.silu(x, inplace=True) if inplace else FORWARD[kind](x)
+        return _FromOutput.apply(x, kind)[0]
+    return FORWARD[kind](x)
 
 
 class GELU(nn.GELU):
@@ -57,10 +50,13 @@ class GELU(nn.GELU):
 
 
 class SiLU(nn.SiLU):
-    """`torch.nn.SiLU`, from its output."""
+    """`torch.nn.SiLU`, from its output, and never in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return from_output(input, "silu", self.inplace)
+        return from_output(input, "silu")
 
 
 _TORCH: dict[type[nn.Module], type[nn.Module]] = {nn.GELU: GELU, nn.SiLU: SiLU}
@@ -80,9 +76,9 @@ def convert(model: nn.Module) -> dict[str, str]:
 
     A module changes its class in place: parameters, hooks, modes and the keys of `state_dict` stay. Forward of torch's
     own modules stays to the bit; formulas that transformers writes out become fused ops, which round otherwise.
-    Subclasses, modules whose forward was replaced, and activations that a model calls as functions
-    (`torch.nn.functional.gelu`) stay as they are. Where a module's input is saved by something else, too, nothing is
-    gained: whether it is, autograd decides.
+    Subclasses, modules that write over their input or whose forward was replaced, and activations that a model calls as
+    functions (`torch.nn.functional.gelu`) stay as they are. Where a module's input is saved by something else, too,
+    nothing is gained: whether it is, autograd decides.
 
     Returns:
         what was replaced: the module's name, and that of the class which it had.
@@ -93,7 +89,7 @@ def convert(model: nn.Module) -> dict[str, str]:
         ours, attributes = _TORCH.get(kind), dict[str, Any]()
         if kind.__module__ == "transformers.activations" and kind.__name__ in _TRANSFORMERS:
             ours, attributes = _TRANSFORMERS[kind.__name__]
-        if ours is not None and "forward" not in vars(module):
+        if ours is not None and "forward" not in vars(module) and not getattr(module, "inplace", False):
             module.__class__ = ours
             vars(module).update(attributes)
             replaced[name] = kind.__name__

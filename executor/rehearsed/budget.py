@@ -146,12 +146,10 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
         figures["lowest_peak_bytes"] + beside,
         figures["floor"]["peak_allocated_bytes"] + saved.outside_bytes,
     )
-    outside, beyond = show_bytes(saved.outside_bytes), show_bytes(beside - saved.outside_bytes)
     return BudgetError(
         f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
-        f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}, {outside} of it outside of torch, and torch "
-        f"reserves more than is asked of it ({beyond} with everything saved). "
-        "Give a larger budget, more ranks, or a smaller micro-batch: half of it would take about "
+        f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}. Give a larger budget, more ranks, or a smaller "
+        "micro-batch: half of it would take about "
         f"{show_bytes(_half_the_batch(saved))} without a plan."
     )
 

@@ -348,19 +348,6 @@ def test_a_layer_saves_its_output_and_a_bit_an_element(kind: str) -> None:
     assert saved_bytes(mlp(MODULES[kind][0]), x) == whole + whole // 32
 
 
-def test_in_place_it_writes_over_its_input_as_torch_does() -> None:
-    made = []
-    for kind_of in (SiLU, nn.SiLU):
-        x = torch.randn(100, requires_grad=True) if not made else made[0][0].detach().clone().requires_grad_()
-        h = x * 2
-        out = kind_of(inplace=True)(h)
-        assert out.data_ptr() == h.data_ptr()
-        (out + h).pow(2).sum().backward()
-        made.append((x, out.detach(), x.grad))
-    assert torch.equal(made[0][1], made[1][1])
-    torch.testing.assert_close(made[0][2], made[1][2], atol=1e-3, rtol=1e-3)
-
-
 def test_what_it_cannot_do_it_refuses() -> None:
     x = torch.randn(64, requires_grad=True)
     y = GELU()(x)
@@ -381,7 +368,7 @@ def test_other_types_and_no_gradient_take_torchs_own_way() -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_without_a_graph_break(backend: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 24), GELU(), nn.Linear(24, 24), SiLU(inplace=True), nn.Linear(24, 1))
+    model = nn.Sequential(nn.Linear(8, 24), GELU(), nn.Linear(24, 24), SiLU(), nn.Linear(24, 1))
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for rows in (3, 3, 16):
@@ -407,7 +394,7 @@ def test_convert_says_what_it_replaced() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.GELU("tanh"), nn.SiLU(), Swish(), nn.ELU(), nn.ReLU(),
         *(transformers.ACT2FN[n] for n in ("gelu_new", "gelu", "gelu_fast", "mish", "silu", "quick_gelu")),
-        nn.Hardswish(), nn.SiLU(),
+        nn.SiLU(inplace=True), nn.SiLU(),
     )  # fmt: skip
     model[2].register_forward_hook(lambda *_: seen.append("hook"))
     model[-1].forward = model[-1].forward  # what accelerate does, for one
