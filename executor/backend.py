@@ -10,7 +10,6 @@ differentiates all its outputs. `executor.fit` and `apply_plan` go the same way.
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -106,7 +105,6 @@ class Compiled:
 
     graph: Graph
     fit: str  # EXACT, RESIZED, SAVED or REPLANNED
-    seconds: float  # that compiling, planning and rewriting took
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
@@ -153,7 +151,6 @@ class Compiler:
 
     @one_at_a_time
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
-        began = time.monotonic()
         self._check_whole(module)
         try:
             graph, run, fit = self._planned(module, examples)
@@ -165,7 +162,7 @@ class Compiler:
             except LowtideError as refused:
                 return self._unplanned(module, str(refused))
         if graph.rewritten is not None:
-            self.compiled.append(Compiled(graph, fit, time.monotonic() - began))
+            self.compiled.append(Compiled(graph, fit))
         return run
 
     def steps(self) -> int:

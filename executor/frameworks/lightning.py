@@ -18,8 +18,6 @@ from traces.errors import EnvironmentProblem, PlanError, SpecError
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule
-elif importlib.util.find_spec("pytorch_lightning") is not None:
-    from pytorch_lightning import Callback, LightningModule
 else:
     Callback = LightningModule = object
 

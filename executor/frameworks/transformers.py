@@ -18,8 +18,6 @@ from tracer.step.named.huggingface import import_transformers
 import_transformers()  # says if it is missing, and makes it importable beside a CPU-only torch
 from transformers import TrainerCallback  # noqa: E402
 
-COUNT = "num_items_in_batch"  # an argument that differs at every step
-
 
 class PlanCallback(FirstBatchCallback, TrainerCallback):
     """Plans the model at the first training batch, in place, and takes the plan off when training ends.
@@ -29,7 +27,6 @@ class PlanCallback(FirstBatchCallback, TrainerCallback):
     """
 
     _checkpointed = False
-    _hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model: nn.Module = given["model"]
@@ -37,14 +34,11 @@ class PlanCallback(FirstBatchCallback, TrainerCallback):
         if self._checkpointed:
             model.gradient_checkpointing_disable()
             self.say("the plan takes the place of gradient checkpointing, which is switched off meanwhile")
-        self._hook = model.register_forward_pre_hook(_counted_by_tensor, with_kwargs=True)
         loop = loop_around(args.gradient_accumulation_steps, args.max_grad_norm)
         self.begin(model, given.get("optimizer"), loop, _loss)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model: nn.Module = given["model"]
-        if self._hook is not None:
-            self._hook.remove()
         self.end(model)
         if self._checkpointed:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
@@ -59,15 +53,3 @@ def _loss(outputs: Any) -> torch.Tensor:
         return loss_of(outputs)
     more = getattr(outputs, "aux_loss", None)
     return -fused.sum() if more is None else more - fused.sum()
-
-
-def _counted_by_tensor(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same call with the count of items as a tensor: a number is part of the graph, and each would be
-    another.
-    """
-    if type(kwargs.get(COUNT)) is int:
-        where = next(model.parameters()).device
-        kwargs = {**kwargs, COUNT: torch.tensor(kwargs[COUNT], device=where)}
-    return args, kwargs

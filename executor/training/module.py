@@ -275,7 +275,7 @@ class Planned:
             planned_steps=self.planned,
             unplanned_steps=without.total(),
             unplanned_because=dict(without),
-            captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps, seconds=c.seconds) for c in compiled),
+            captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps) for c in compiled),
             breaks=tuple(self.compiler.breaks),
         )
 

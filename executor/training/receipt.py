@@ -14,7 +14,6 @@ class CaptureNote:
 
     fit: str  # "exact", "resized", "with all values saved" or "replanned"
     steps: int  # that it served
-    seconds: float  # that compiling it by the plan took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class Receipt:
             [
                 f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without",
                 *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
-                *(f"  {c.steps} {c.fit}, compiled in {c.seconds:.1f} s" for c in self.captures),
+                *(f"  {c.steps} {c.fit}" for c in self.captures),
                 *(f"  a graph ends: {why}" for why in self.breaks),
             ]
         )

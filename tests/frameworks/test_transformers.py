@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from executor.frameworks.transformers import PlanCallback  # noqa: E402
-from tests.frameworks.harness import BATCH, Ended, batches, gpt2, same, texts, trained, within_budget  # noqa: E402
+from tests.frameworks.harness import BATCH, Ended, gpt2, same, texts, trained, within_budget  # noqa: E402
 from traces.errors import SpecError  # noqa: E402
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
@@ -99,7 +99,6 @@ def test_the_model_is_afterwards_as_it_was(tmp_path: Path) -> None:
     assert type(model) is type(gpt2())
     assert model.is_gradient_checkpointing
     assert not [k for k in vars(model) if k.startswith("_lowtide")]
-    assert not model._forward_pre_hooks
 
 
 def test_a_run_that_is_resumed(tmp_path: Path) -> None:
@@ -147,26 +146,6 @@ def test_lengths_that_vary_and_a_smaller_last_batch(tmp_path: Path) -> None:
     same(trained(lambda: run(None)), trained(lambda: run(chosen)))
     assert chosen.receipt.planned_steps + chosen.receipt.unplanned_steps == 3
     assert chosen.receipt.planned_steps >= 2
-
-
-def test_a_count_of_items_as_a_number_is_captured_once() -> None:
-    from executor.frameworks.transformers import _counted_by_tensor
-
-    def run(planned: bool) -> Any:
-        model = gpt2()
-        if planned:
-            model.register_forward_pre_hook(_counted_by_tensor, with_kwargs=True)
-            PlanCallback(budget="70%", seconds=2, say=lambda text: None).begin(model, None, {})
-        losses = []
-        for k, batch in enumerate(batches(4)):
-            loss = model(**batch, num_items_in_batch=100 + k).loss
-            loss.backward()
-            losses.append(loss.item())
-        if planned:
-            assert len(model.receipt().captures) == 1
-        return model, losses
-
-    same(trained(lambda: run(False)), trained(lambda: run(True)))
 
 
 def test_a_plan_s_file_in_place_of_a_budget(tmp_path: Path) -> None:
