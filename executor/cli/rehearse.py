@@ -183,10 +183,9 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
         f"  budget {limit} of the GPU, as by nvidia-smi: kept by the plan",
         f"  {told['blocks']} blocks by {len(found.plans.plans)} plans: +{told['added_percent']:.2f} % of their time by "
         f"roofline, communication beside it; no plan within the budget adds less than {told['bound_percent']:.2f} %",
+        f"  every block checkpointed, estimated: {show_bytes(told['every_block_bytes'])}, "
+        f"+{told['every_block_percent']:.2f} %",
     ]
-    for other in found.others:
-        added = "" if other.added_percent is None else f", +{other.added_percent:.2f} %"
-        lines.append(f"    {other.what}: {show_bytes(other.gpu_bytes)}{added} (estimated)")
     if output:
         lines.append(f"  wrote {output}: apply_plan(model, {str(output)!r}) trains by it")
     if told["alloc_conf"]:

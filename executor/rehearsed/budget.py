@@ -32,15 +32,6 @@ Run = Callable[..., Rehearsal]  # a rehearsal with further arguments of `tracer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
-    """What else could be done, and what the process then takes of the GPU."""
-
-    what: str
-    gpu_bytes: int
-    added_percent: float | None = None  # of the blocks' time; None: it is another step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What was rehearsed, and the plans that were found."""
 
@@ -49,7 +40,6 @@ class Found:
     saved: Rehearsal | None = None  # the blocks compiled, with everything saved
     planned: Rehearsal | None = None
     plans: BlockPlans | None = None
-    others: tuple[Other, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `execute rehearse --budget --json` prints it."""
@@ -58,7 +48,6 @@ class Found:
             "budget_bytes": self.budget_bytes,
             "within_budget": (self.planned or self.untouched).gpu_bytes <= self.budget_bytes,
             "predicted": to_json(self.plans.predicted) if self.plans else None,
-            "others": to_json(list(self.others)),
             "rehearsals": {name: r.to_json() for name, r in rehearsals.items() if r},
         }
 
@@ -81,14 +70,7 @@ def plan_within(budget: str, run: Run, say: Callable[[str], None]) -> Found:
         saved = run(around=(RECORD, name))
         step = compose(Path(name))
         found = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
-    return Found(
-        budget_bytes=limit,
-        untouched=untouched,
-        saved=saved,
-        planned=found[0],
-        plans=found[1],
-        others=_others(step, saved),
-    )
+    return Found(budget_bytes=limit, untouched=untouched, saved=saved, planned=found[0], plans=found[1])
 
 
 def _rehearsed(
@@ -98,6 +80,7 @@ def _rehearsed(
     problem = Problem(step.trace)
     before, beside = problem.saved.timeline, _beside(saved)
     bound = bounder_of(problem).bound(max(1, limit - saved.outside_bytes))
+    whole = problem.replay(Action(storage=s) for s in problem.candidates).timeline  # every block checkpointed
     best: tuple[float, Rehearsal, BlockPlans] | None = None
     within, lowest, seen = limit - beside, saved.gpu_bytes, set[tuple[Action, ...]]()
     for _ in range(MOST_PLANS):
@@ -116,6 +99,10 @@ def _rehearsed(
             "added_percent": round(added, 3),
             "added_ns": after.step_time_ns - before.step_time_ns,
             "bound_percent": bound.to_json()["overhead_percent"],
+            "every_block_percent": round(
+                percent(whole.step_time_ns - before.step_time_ns, before.step_time_ns), 3
+            ),
+            "every_block_bytes": whole.peak_allocated_bytes + beside,
             "blocks": len(step.placed),
             "alloc_conf": saved.environment["alloc_conf"],
         }
@@ -151,19 +138,6 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
         f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}. Give a larger budget, more ranks, or a smaller "
         "micro-batch: half of it would take about "
         f"{show_bytes(_half_the_batch(saved))} without a plan."
-    )
-
-
-def _others(step: Composed, saved: Rehearsal) -> tuple[Other, ...]:
-    """Checkpointing of every block, as a plan says it, and half the micro-batch; estimated."""
-    problem = Problem(step.trace)
-    before_ns = problem.saved.timeline.step_time_ns
-    after = problem.replay(Action(storage=s) for s in problem.candidates).timeline
-    added = round(percent(after.step_time_ns - before_ns, before_ns), 3)
-    whole = after.peak_allocated_bytes + _beside(saved)
-    return (
-        Other(what="every block checkpointed", gpu_bytes=whole, added_percent=added),
-        Other(what="half the micro-batch, no plan", gpu_bytes=_half_the_batch(saved)),
     )
 
 
