@@ -61,7 +61,6 @@ class JobResult:
     figures: RunFigures
     environment: dict[str, str]
     verification: Verification | None = None
-    curve: tuple[tuple[int, int], ...] = ()  # (ns since it began, live bytes) of one steady iteration
 
 
 Once = Callable[[], bool]  # one training step; whether a gradient scaler took it
@@ -124,13 +123,13 @@ def perform(job: Job) -> JobResult:
         return partial(run, model), keep_all
 
     measure = _measure_cuda if job.device.startswith("cuda") else _measure_cpu
-    figures, curve = measure(prepare, job)
+    figures = measure(prepare, job)
     if rehearsed:
         figures = replace(figures, step_time_ns=None, times_ns=(), keep_all_times_ns=())
-    return JobResult(figures=figures, environment=environment(job.device), curve=curve)
+    return JobResult(figures=figures, environment=environment(job.device))
 
 
-def _measure_cpu(prepare: Prepare, job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+def _measure_cpu(prepare: Prepare, job: Job) -> RunFigures:
     from tracer.measure.probes import cpu_loop
 
     with cpu_loop() as loop:
@@ -142,7 +141,7 @@ def _measure_cpu(prepare: Prepare, job: Job) -> tuple[RunFigures, tuple[tuple[in
 
         _enough(iterate, job.memory_steps)
     figures = RunFigures(peak_allocated_bytes=max(steady(loop.peaks)), peaks_bytes=tuple(loop.peaks))
-    return _with_times(figures, once, keep_all, job, lambda: None), loop.curve
+    return _with_times(figures, once, keep_all, job, lambda: None)
 
 
 def _enough(iterate: Callable[[], bool], least: int) -> None:
@@ -163,7 +162,7 @@ def _enough(iterate: Callable[[], bool], least: int) -> None:
         k += 1
 
 
-def _measure_cuda(prepare: Prepare, job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+def _measure_cuda(prepare: Prepare, job: Job) -> RunFigures:
     import torch
 
     once, keep_all = prepare()
@@ -192,7 +191,7 @@ def _measure_cuda(prepare: Prepare, job: Job) -> tuple[RunFigures, tuple[tuple[i
         peaks_bytes=tuple(peaks),
         reserved_bytes=tuple(reserved),
     )
-    return _with_times(figures, once, keep_all, job, torch.cuda.synchronize), ()
+    return _with_times(figures, once, keep_all, job, torch.cuda.synchronize)
 
 
 def _with_times(

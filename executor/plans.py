@@ -43,7 +43,6 @@ class Outcome:
     plan: Plan
     measurement: Measurement
     verification: Verification | None = None
-    curve: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_difference(self) -> str:
@@ -132,7 +131,6 @@ def measure_plan(
         plan=plan,
         measurement=measurement,
         verification=verification,
-        curve=of_plan.curve,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from simulator.allocator.device import setting_of
@@ -17,17 +17,9 @@ from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes
 
 
-def write_measurement(
-    path: str | Path,
-    measurement: Measurement,
-    trace: Trace,
-    plan: Plan,
-    measured_curve: Sequence[tuple[int, int]] | None = None,
-) -> Path:
+def write_measurement(path: str | Path, measurement: Measurement, trace: Trace, plan: Plan) -> Path:
     """Write the page for one measurement, whole or not at all, with the trace and the plan that its prediction is of.
-
-    `measured_curve`: (ns, live bytes) of one real step with the plan, drawn over the predicted memory. Raises
-    EnvironmentProblem if a package that reports need is missing, PlanError if the plan does not fit the trace.
+    Raises EnvironmentProblem if a package that reports need is missing, PlanError if the plan does not fit the trace.
     """
     m = measurement
     setting = setting_of(trace.meta, plan.meta.alloc_conf or None)
@@ -40,7 +32,7 @@ def write_measurement(
     rows = [("device", m.device), ("provenance", m.provenance), ("plan for", m.fingerprint)]
     rows += [(k, v) for k, v in sorted(m.environment.items()) if v]
     rows += [(f"option {k}", str(v)) for k, v in sorted(m.options.items())]
-    answer: tuple[Block, ...] = *_texts(m, plan.meta), memory(c, measured_curve or ()), beside(runs, m.place)
+    answer: tuple[Block, ...] = *_texts(m, plan.meta), memory(c), beside(runs, m.place)
     page = Page(
         title=f"{m.model}: predicted beside measured on {m.place}",
         subtitle=f"{describe(trace.meta)} · planner {m.planner or 'none'}",

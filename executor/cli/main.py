@@ -118,7 +118,7 @@ def run_plan(
         out.say("Writing the report ...")
         with stdout_free(out.as_json):
             recorded = trace_of(outcome.plan, settings.model, settings.device, trace_name)
-        write_measurement(out.report, measurement, recorded, outcome.plan, outcome.curve or None)
+        write_measurement(out.report, measurement, recorded, outcome.plan)
     if measurement.verified is False:
         note = outcome.verification.note if outcome.verification else ""
         raise VerificationError(

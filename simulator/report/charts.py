@@ -261,21 +261,20 @@ def memory_over_step(
     run: Replay,
     beside: Replay | None,
     levels: Mapping[str, int | None],
-    measured_curve: Sequence[tuple[int, int]] = (),
 ) -> dict[str, Any]:
     """Stacked areas by category over one step, with its phases, its peak, and lines across.
 
     Each step is drawn at the most that is allocated while it runs. `beside`: the same step otherwise, as a dashed line.
-    `levels`: keys of LEVELS, and bytes. `measured_curve`: (ns, allocated bytes) of a real run, as a line.
+    `levels`: keys of LEVELS, and bytes.
     """
     alt, timeline = needed("altair"), run.timeline
-    curves = [([1, 0], list(measured_curve))] if measured_curve else []
-    if beside is not None:
-        curves.append(([4, 3], [*zip(beside.timeline.start_ns, beside.timeline.peak_bytes, strict=True)]))
+    other = (
+        [] if beside is None else [*zip(beside.timeline.start_ns, beside.timeline.peak_bytes, strict=True)]
+    )
     known = {name: n for name, n in levels.items() if n is not None}
-    highest = (timeline.peak_allocated_bytes, *known.values(), *(n for _, curve in curves for _, n in curve))
+    highest = (timeline.peak_allocated_bytes, *known.values(), *(n for _, n in other))
     unit, unit_name = bytes_unit(max(1, *highest))
-    end_ns = max([1, timeline.step_time_ns, *(curve[-1][0] for _, curve in curves if curve)])
+    end_ns = max([1, timeline.step_time_ns, *(t for t, _ in other)])
     x = alt.X("ms:Q").axis(labelExpr="datum.label + ' ms'", tickCount=10, grid=False).title(None)
     x = x.scale(domain=[0, end_ns / 1e6], nice=False)
     scale = alt.Scale(domain=[0, max(1, *highest) / unit * 1.2], nice=False)
@@ -284,17 +283,11 @@ def memory_over_step(
     for name, nbytes in known.items():  # whose names must not run into each other
         under = nbytes < max(known.values())
         marks += _across(nbytes / unit, f"{name} {nbytes / unit:,.2f} {unit_name}", y, *LEVELS[name], under)
-    for dash, curve in curves:
-        at = thin([n for _, n in curve], [t for t, _ in curve]) if curve else ()
-        line = drawn("ms:Q y:Q", [(curve[k][0] / 1e6, curve[k][1] / unit) for k in at])
-        look = {
-            "interpolate": "step-after",
-            "strokeWidth": 1.2,
-            "color": INK,
-            "clip": True,
-            "strokeDash": dash,
-        }
-        marks.append(line.mark_line(**look).encode(x, y))
+    if other:
+        at = thin([n for _, n in other], [t for t, _ in other])
+        line = drawn("ms:Q y:Q", [(other[k][0] / 1e6, other[k][1] / unit) for k in at])
+        look = {"strokeWidth": 1.2, "color": INK, "clip": True, "strokeDash": [4, 3]}
+        marks.append(line.mark_line(interpolate="step-after", **look).encode(x, y))
     if len(run.schedule):
         k = timeline.peak_step
         peak = drawn("ms:Q y:Q", [(timeline.start_ns[k] / 1e6, timeline.peak_bytes[k] / unit)])

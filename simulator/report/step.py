@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -151,23 +150,17 @@ def _device(c: Prediction) -> list[tuple[str, str]]:
 # Memory over the step, and at its peak
 
 
-def memory(c: Prediction, measured_curve: Sequence[tuple[int, int]] = ()) -> Chart:
+def memory(c: Prediction) -> Chart:
     """The step over its time: the planned one by category, the one with everything saved as a line."""
-    planned_ns, figures = c.planned.timeline.step_time_ns, c.planned_fit.figures()
+    figures = c.planned_fit.figures()
     text = "Areas: what is allocated while each op runs, by category. Drag to move, turn the wheel with Shift to zoom."
     if c.plan.changes:
         text += " Dashed line: the same step with everything saved."
-    if measured_curve and measured_curve[-1][0] > 0:  # its end is drawn at the end of the planned step
-        measured_curve = tuple((t * planned_ns // measured_curve[-1][0], b) for t, b in measured_curve)
-        text += (
-            " Solid line: what a real step had allocated; the profiler that records it slows the step, so its clock is "
-            "scaled to the predicted length."
-        )
     if figures.peak_reserved_bytes:
         text += " Dotted: what the caching allocator has reserved once the step has settled."
     levels = {"budget": c.budget_bytes, "reserved": figures.peak_reserved_bytes}
     beside = c.saved if c.plan.changes else None
-    return Chart(charts.memory_over_step(c.step.trace, c.planned, beside, levels, measured_curve), text)
+    return Chart(charts.memory_over_step(c.step.trace, c.planned, beside, levels), text)
 
 
 def _at(trace: Trace, run: Replay) -> str:

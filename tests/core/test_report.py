@@ -379,12 +379,10 @@ def test_a_measurement_shows_signed_errors(tmp_path: Path, reporting: None) -> N
 
     trace = tiny.chain(20, size=2**20, time_ns=1000)
     plan = planned(trace, 3, 5)
-    curve = [(k * 77, k % 5 * 2**20) for k in range(50_000)]
-    html = write_measurement(tmp_path / "m.html", measurement(trace), trace, plan, curve).read_text("utf-8")
+    html = write_measurement(tmp_path / "m.html", measurement(trace), trace, plan).read_text("utf-8")
     assert "-6.250 %" in html  # 1.5 against 1.6
     assert "measured on CPU" in html
     assert "roofline" in html  # the trace was not measured, and the page says so
-    assert "Solid line" in html
     assert "the measured peak is within" in html
     assert HOSTILE[:30] not in html
     assert len(html) < 1_300_000

@@ -122,8 +122,6 @@ def test_what_a_job_measures(tmp_path: Path) -> None:
     result = perform(job(plan, tmp_path / "plan.json", "keep_all"))
     assert max(result.figures.peaks_bytes[2:]) == predicted == result.figures.peak_allocated_bytes
     assert len(result.figures.peaks_bytes) == STEPS
-    assert result.curve
-    assert max(b for _, b in result.curve) == predicted
     assert result.environment["torch"] == torch.__version__
 
 

@@ -155,7 +155,6 @@ class CpuLoop:
 
     iterations: int = 0
     peaks: list[int] = field(default_factory=list)  # the most bytes that were live in each
-    curve: tuple[tuple[int, int], ...] = ()  # of the last: (ns since it began, live bytes)
     highest: int = 0  # over all
 
     @contextlib.contextmanager
@@ -174,7 +173,6 @@ class CpuLoop:
             begin, end = spans[f"{ITERATION}{k}"]
             inside = range(bisect.bisect_left(moments, begin), bisect.bisect_right(moments, end))
             self.peaks.append(max(live[inside.start : inside.stop + 1]))
-            self.curve = tuple((moments[i] - begin, live[i + 1]) for i in inside)
 
 
 @contextlib.contextmanager
