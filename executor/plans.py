@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from executor.matching import check_alloc_conf, check_kind, times_apply
 from executor.measuring import (
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from simulator.studies.sweep import Sweep
-
-UNVERIFIED: Final = "the verification"  # begins a warning of one that was to be and is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ def measure_plan(
     verification, provenance = None, provenance_of(settings.device)
     if settings.steps and provenance != REHEARSED:  # where nothing is computed
         progress(f"Verifying {settings.steps} steps against the untouched model ...")
-        verification = if_it_fits(VERIFY, f"{UNVERIFIED}, which takes two models at once,").verification
+        verification = if_it_fits(VERIFY, "the verification, which takes two models at once,").verification
     results = {} if known is None else known
     for variant, label in ((EAGER, "eager"), (KEEP_ALL, "save-all")):
         if variant in results:

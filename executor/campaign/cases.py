@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -71,28 +70,21 @@ def load_cases(name: str) -> tuple[Method, tuple[Case, ...]]:
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
         raise SpecError(f"{name}: no such file of cases; give the path of a TOML file, or one of: {names}.")
-    with _at(str(path)):
+    known = ("model", "budget", "planner", *IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *AROUND_OPTIONS)
+    place, cases = str(path), dict[str, Case]()
+    try:
         data = _keys(tomllib.loads(path.read_text(encoding="utf-8")), ("campaign", "case"))
         if not isinstance(data.get("case"), list):
             raise SpecError("no cases; add a table [[case]] with a model.")
-    known = ("model", "budget", "planner", *IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *AROUND_OPTIONS)
-    with _at(f"{path}, [campaign]"):
+        place = f"{path}, [campaign]"
         method = from_json(Method, _keys(data.get("campaign", {}), [f.name for f in fields(Method)]))
-    cases: dict[str, Case] = {}
-    for number, table in enumerate(data["case"], 1):
-        with _at(f"{path}, case {number}"):
+        for number, table in enumerate(data["case"], 1):
+            place = f"{path}, case {number}"
             for case in _multiplied(_keys(table, known), path.resolve().parent):
                 cases.setdefault(canonical_json(to_json(case)), case)  # the same question is asked once
-    return method, tuple(cases.values())
-
-
-@contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Checks in the body fail with the place in the file of what they check."""
-    try:
-        yield
     except (LowtideError, ValueError) as error:  # broken TOML is one
         raise SpecError(f"{place}: {error}") from None
+    return method, tuple(cases.values())
 
 
 def _keys(table: Any, known: Iterable[str]) -> dict[str, Any]:

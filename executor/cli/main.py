@@ -280,11 +280,7 @@ def in_words(outcome: Outcome) -> str:
         lines.append(f"  budget {show_bytes(m.budget_bytes)}{of}: {met}")
     lines += [f"  warning, beside the prediction: {text}" for text in m.warnings]
     if m.verified is None:
-        from executor.plans import UNVERIFIED
-
-        reason = "nothing is computed on a GPU that is not there" if rehearsed else "--no-verify"
-        failed = any(text.startswith(UNVERIFIED) for text in m.warnings)
-        lines.append(f"  not verified ({'see the warning' if failed else reason})")
+        lines.append(f"  not verified{', since nothing is computed on a GPU that is not there' * rehearsed}")
     else:
         kinds = ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
         lines.append(f"  {_verdict(outcome)} over {m.steps} steps in {kinds}")

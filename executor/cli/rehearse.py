@@ -88,11 +88,8 @@ def rehearse(
 
     \b
     execute rehearse bert-base --batch-size 16 --seq-len 512 --gpu h100
-    execute rehearse my_training.py:build --gpu rtx-4090 --snapshot snapshot.pickle
     execute rehearse train.py --gpu a100-80 -- --epochs 1
-    execute rehearse --gpu h100 -- execute campaign gpu-quick -o rehearsed
     execute rehearse train.py --gpu h100 --ranks 8 --rank 7
-    execute rehearse --gpu h100 -- torchrun --nproc-per-node 8 train.py --epochs 1
 
     Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
     """
