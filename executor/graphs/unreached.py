@@ -8,11 +8,16 @@ out; a sum with one is the other summand; any other op that joins the two takes 
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import torch
 from torch import fx
 
 from tracer.torch_api import BoxedCodeGen
 from traces.errors import PlanError
+
+aten = torch.ops.aten
+SUMS: Final = (aten.add.Tensor, aten.add_.Tensor)
 
 
 def without(backward: fx.GraphModule, missing: frozenset[str]) -> fx.GraphModule:
@@ -43,7 +48,7 @@ def without(backward: fx.GraphModule, missing: frozenset[str]) -> fx.GraphModule
         elif not any(a in reached and copies[a] is not None for a in n.all_input_nodes):
             copies[n] = None
         else:
-            copies[n] = graph.node_copy(n, lambda a: copies[a] or _zeros(graph, a))
+            copies[n] = _joined(graph, n, copies)
     graph.set_codegen(BoxedCodeGen())
     kept = {c for n, c in copies.items() if n not in reached}
     graph.eliminate_dead_code(lambda n: n in kept or n.is_impure())
@@ -51,8 +56,29 @@ def without(backward: fx.GraphModule, missing: frozenset[str]) -> fx.GraphModule
     return fx.GraphModule(backward, graph, class_name="LowtideBackward")
 
 
-def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """Zeros that lie as the value of a node."""
+def _joined(graph: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node | None]) -> fx.Node:
+    """An op that takes gradients of which some are missing."""
+    if n.target in SUMS and not n.kwargs and all(isinstance(a, fx.Node) for a in n.args):
+        (other,) = (a for a in n.all_input_nodes if copies[a] is not None)
+        there = copies[other]
+        assert there is not None
+        lies = n.meta["val"].stride() == other.meta["val"].stride()
+        if lies and (n.target is aten.add.Tensor or len(other.users) == 1):
+            return there
+        if not lies:  # as what reads it was captured for
+            return _filled(graph, n, aten.copy_.default, there)
+        copy = graph.call_function(aten.clone.default, (there,))  # what may be overwritten from here on
+        copy.meta = dict(n.meta)
+        return copy
+
+    def given(a: fx.Node) -> fx.Node:
+        return copies[a] or _filled(graph, a, aten.zero_.default)
+
+    return graph.node_copy(n, given)
+
+
+def _filled(graph: fx.Graph, like: fx.Node, fill: Any, *given: fx.Node) -> fx.Node:
+    """New memory that lies as the value of a node, and what an op fills it with."""
     val = like.meta["val"]
     if any(isinstance(n, torch.SymInt) for n in val.shape):
         raise PlanError(
@@ -61,6 +87,6 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
         )
     layout, kind = (tuple(val.shape), tuple(val.stride())), {"dtype": val.dtype, "device": val.device}
     empty = graph.call_function(torch.empty_strided, layout, kind)
-    filled = graph.call_function(torch.ops.aten.zero_.default, (empty,))
+    filled = graph.call_function(fill, (empty, *given))
     empty.meta = filled.meta = dict(like.meta)
     return filled
