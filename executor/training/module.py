@@ -269,15 +269,7 @@ class Planned:
 
     def receipt(self) -> Receipt:
         """Return what was done so far."""
-        compiled, without = self.compiler.compiled, self.without + self.compiler.without
-        return Receipt(
-            plan=self.compiler.plan,
-            planned_steps=self.planned,
-            unplanned_steps=without.total(),
-            unplanned_because=dict(without),
-            captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps) for c in compiled),
-            breaks=tuple(self.compiler.breaks),
-        )
+        return receipt_in(self.module)
 
 
 def trains(module: nn.Module) -> bool:
@@ -342,21 +334,22 @@ def apply_plan(
         compiler = compiler_of(each.plan, root, on_mismatch, parts)
         for path in each.blocks:
             install(modules[path], compiler)
-    vars(root)["receipt"] = functools.partial(_receipt_of_blocks, root)
+    vars(root)["receipt"] = functools.partial(receipt_in, root)
     return model
 
 
-def _receipt_of_blocks(root: nn.Module) -> Receipt:
-    """What the blocks did so far: as many steps by their plans as the one with the fewest."""
-    planned = planned_in(root)
-    each = [p.receipt() for p in planned]
+def receipt_in(model: nn.Module) -> Receipt:
+    """What a model did so far, or its blocks: as many steps by their plans as the one with the fewest."""
+    planned = planned_in(model)
+    compilers = {id(p.compiler): p.compiler for p in planned}.values()
+    without = [p.without + p.compiler.without for p in planned]
     return Receipt(
-        planned_steps=min(r.planned_steps for r in each),
-        unplanned_steps=max(r.unplanned_steps for r in each),
-        unplanned_because=dict(sum((Counter(r.unplanned_because) for r in each), Counter())),
-        captures=tuple(
-            c for r in {id(p.compiler): p.receipt() for p in planned}.values() for c in r.captures
-        ),
+        plan=planned[0].compiler.plan if len(planned) == 1 else None,
+        planned_steps=min(p.planned for p in planned),
+        unplanned_steps=max(each.total() for each in without),
+        unplanned_because=dict(sum(without, Counter())),
+        captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps) for k in compilers for c in k.compiled),
+        breaks=tuple(why for k in compilers for why in k.breaks),
     )
 
 
