@@ -96,7 +96,10 @@ def measure_plan(
         progress(f"Measuring {label} on {settings.device} ...")
         results[variant] = if_it_fits(variant, f"{label}, which is not measured,")
     progress(f"Measuring the plan on {settings.device} ...")
-    of_plan = job(PLAN, beside=results[KEEP_ALL].figures.peak_allocated_bytes is not None)
+    try:
+        of_plan = job(PLAN, beside=results[KEEP_ALL].figures.peak_allocated_bytes is not None)
+    except OutOfMemoryProblem:  # maybe save-all's step fits in a process of its own alone
+        of_plan = job(PLAN)
     environment = of_plan.environment
     told = other_threads(plan.meta, environment)
     if told:
