@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from simulator.cli.options import BUDGET_OF, DEVICE, LEVERS, SEARCH, Words, asking, output_options
 from traces.commands import Output
 from traces.errors import TraceError
-
-if TYPE_CHECKING:
-    from simulator.history.message import Message
 
 MOST_ROWS = 8
 TRACE = click.option("--trace", metavar="TRACE", help="The trace that a plan is of.")
@@ -47,7 +44,7 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
     from simulator.prediction.ask import question
 
     if (message := _message(what)) is not None:
-        out.show(message.to_json, lambda: "\n".join(message.sentences()))
+        out.show(lambda: message, lambda: "\n".join(message["sentences"]))
         return
     asked = question(**words)
     source = read(what, asked, trace)
@@ -64,7 +61,7 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
     out.show(found.to_json, lambda: "\n".join(lines))
 
 
-def _message(what: str) -> Message | None:
+def _message(what: str) -> dict[str, Any] | None:
     """The message of torch that a text has; None: this is no text."""
     from simulator.history.message import message_in
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from traces.errors import SpecError
@@ -25,57 +23,42 @@ FIGURES: Final = {
 SCRIPT: Final = re.compile(r'File "([^"]+\.py)", line \d+')
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """The figures of the message in bytes, and the script that failed; what it does not say is missing."""
-
-    figures: Mapping[str, int]
-    script: str
-
-    def sentences(self) -> tuple[str, ...]:
-        """What was asked for, what was there; why that was not enough; what to run."""
-        f = self.figures
-        of = {k: show_bytes(n) for k, n in f.items()}
-        there = f" and the device had {of['free']} of {of['total']} free" if {"free", "total"} <= {*f} else ""
-        first = f"torch was asked for {of['asked']}{there}."
-        more, idle = max(0, f["asked"] - f.get("free", 0)), f.get("unallocated", 0)
-        others = f.get("total", 0) - f.get("free", 0) - f.get("process", f.get("total", 0))
-        outside = f.get("process", 0) - f.get("allocated", 0) - idle
-        told = [f"{of['allocated']} are in use by tensors"] if "allocated" in f else []
-        told += [f"{show_bytes(idle)} are reserved by torch and free"] if "unallocated" in f else []
-        told += [f"{show_bytes(outside)} of this process lie outside of torch"] if "process" in f else []
-        told += [f"{show_bytes(others)} belong to other processes"] if others > 0 and "process" in f else []
-        cause = f"It lacks {show_bytes(more)}, which tensors must need less"
-        if "limit" in f and f.get("free", 0) >= f["asked"]:
-            cause = "The process set itself a limit (set_per_process_memory_fraction), which was reached"
-        elif more <= idle:
-            cause = "Fragmentation: torch has more than that free, in pieces that are each too small; try "
-            cause += "PYTORCH_ALLOC_CONF=expandable_segments:True first"
-        elif others >= more > 0:
-            cause = "Without the other processes it would have fitted"
-        script = self.script or "train.py"
-        last = (
-            f"Next: `execute rehearse {script} --gpu NAME` tells without a GPU what holds the memory, and "
-            "`simulate why` of its --json or --snapshot file explains that; on the GPU call "
-            'torch.cuda.memory._record_memory_history() first and torch.cuda.memory._dump_snapshot("s.pickle") '
-            "where it fails, then run `simulate why s.pickle`."
-        )
-        return first, f"{'; '.join(told)}. {cause}.".removeprefix(". "), last
-
-    def to_json(self) -> dict[str, Any]:
-        named = {f"{name}_bytes": n for name, n in self.figures.items()}
-        return {"kind": "message", "script": self.script, **named, "sentences": list(self.sentences())}
-
-
-def message_in(text: str, name: str) -> Message:
-    """Read the last such message in a text, such as a traceback. Raises SpecError if there is none."""
+def message_in(text: str, name: str) -> dict[str, Any]:
+    """Explain the last such message in a text, such as a traceback: its figures, the script that failed, and sentences
+    on what was asked for and what was there, why that was not enough, and what to run. Raises SpecError: there is none.
+    """
     at = text.rfind("Tried to allocate")
     if at < 0:
         raise SpecError(
             f"{name}: torch's words 'Tried to allocate ...' are not there; give the whole message."
         )
     said = {key: re.search(pattern, text[at : at + 2000]) for key, pattern in FIGURES.items()}
-    figures = {key: int(float(m[1]) * UNITS[m[2]]) for key, m in said.items() if m is not None}
-    files = SCRIPT.findall(text[:at])
-    own = [f for f in files if "site-packages" not in f]
-    return Message(figures=figures, script=own[0] if own else "")
+    f = {key: int(float(m[1]) * UNITS[m[2]]) for key, m in said.items() if m is not None}
+    script = next((s for s in SCRIPT.findall(text[:at]) if "site-packages" not in s), "")
+    of = {k: show_bytes(n) for k, n in f.items()}
+    there = f" and the device had {of['free']} of {of['total']} free" if {"free", "total"} <= {*f} else ""
+    first = f"torch was asked for {of['asked']}{there}."
+    more, idle = max(0, f["asked"] - f.get("free", 0)), f.get("unallocated", 0)
+    others = f.get("total", 0) - f.get("free", 0) - f.get("process", f.get("total", 0))
+    outside = f.get("process", 0) - f.get("allocated", 0) - idle
+    told = [f"{of['allocated']} are in use by tensors"] if "allocated" in f else []
+    told += [f"{show_bytes(idle)} are reserved by torch and free"] if "unallocated" in f else []
+    told += [f"{show_bytes(outside)} of this process lie outside of torch"] if "process" in f else []
+    told += [f"{show_bytes(others)} belong to other processes"] if others > 0 and "process" in f else []
+    cause = f"It lacks {show_bytes(more)}, which tensors must need less"
+    if "limit" in f and f.get("free", 0) >= f["asked"]:
+        cause = "The process set itself a limit (set_per_process_memory_fraction), which was reached"
+    elif more <= idle:
+        cause = "Fragmentation: torch has more than that free, in pieces that are each too small; try "
+        cause += "PYTORCH_ALLOC_CONF=expandable_segments:True first"
+    elif others >= more > 0:
+        cause = "Without the other processes it would have fitted"
+    last = (
+        f"Next: `execute rehearse {script or 'train.py'} --gpu NAME` tells without a GPU what holds the memory, and "
+        "`simulate why` of its --json or --snapshot file explains that; on the GPU call "
+        'torch.cuda.memory._record_memory_history() first and torch.cuda.memory._dump_snapshot("s.pickle") '
+        "where it fails, then run `simulate why s.pickle`."
+    )
+    sentences = [first, f"{'; '.join(told)}. {cause}.".removeprefix(". "), last]
+    figures = {f"{name}_bytes": n for name, n in f.items()}
+    return {"kind": "message", "script": script, **figures, "sentences": sentences}

@@ -408,11 +408,10 @@ def test_wrong_input_is_refused(words: tuple[str, ...], there: Path) -> None:
 
 def test_torchs_message_is_taken_apart() -> None:
     m = message_in(MESSAGE, "m")
-    assert m.script == "/home/me/train.py"
-    assert {k: n / GIB for k, n in m.figures.items()} == {
-        "asked": 2, "total": 24, "free": 1, "process": 20, "allocated": 16, "unallocated": 3,
-    }  # fmt: skip
-    text = " ".join(m.sentences())
+    assert m["script"] == "/home/me/train.py"
+    figures = {"asked": 2, "total": 24, "free": 1, "process": 20, "allocated": 16, "unallocated": 3}
+    assert {k: m[f"{k}_bytes"] / GIB for k in figures} == figures
+    text = " ".join(m["sentences"])
     assert "1.00 GiB of this process lie outside of torch; 3.00 GiB belong to other processes" in text
     assert "Fragmentation" in text  # 1 GiB is lacking, and 3 are free
     assert "execute rehearse /home/me/train.py" in text
@@ -434,7 +433,7 @@ def test_torchs_message_is_taken_apart() -> None:
     ],
 )  # fmt: skip
 def test_torchs_message_is_judged(text: str, says: str) -> None:
-    assert says in " ".join(message_in(text, "m").sentences())
+    assert says in " ".join(message_in(text, "m")["sentences"])
 
 
 def test_another_text_is_refused() -> None:
