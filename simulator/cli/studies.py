@@ -75,6 +75,10 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
     show(out, found)
 
 
+DASK = click.option("--dask", default="", metavar="ADDRESS",
+                    help="Trace on the workers of this Dask scheduler, which have the same files.")  # fmt: skip
+
+
 @click.command("sweep", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @TRACE_WORDS
@@ -83,9 +87,16 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result (default: MODEL-sweep)."
 )
+@DASK
 @output_options
 def sweep_command(
-    model: str, trace_words: tuple[str, ...], batch_sizes: str, words: Words, output: Path | None, out: Output
+    model: str,
+    trace_words: tuple[str, ...],
+    batch_sizes: str,
+    words: Words,
+    output: Path | None,
+    dask: str,
+    out: Output,
 ) -> None:
     """Trace and plan MODEL at several batch sizes.
 
@@ -98,7 +109,7 @@ def sweep_command(
     from simulator.studies.tracing import Traced
 
     asked, sizes = question(**words), _sizes(batch_sizes)
-    traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words))
+    traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words), dask)
     found = sweep(traced, list(map(int, sizes)), asked, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
@@ -120,6 +131,7 @@ def sweep_command(
 @asking(*DEVICE, PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
               help="Directory of the result (default: MODEL-max-batch).")  # fmt: skip
+@DASK
 @answer_options
 def max_batch_command(
     model: str, trace_words: tuple[str, ...], budget_overhead: str, words: Words, out: Output, **limits: Any
@@ -159,6 +171,7 @@ def max_batch_command(
 @asking(*DEVICE[2:], PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
               help="Directory of the result (default: MODEL-capacity).")  # fmt: skip
+@DASK
 @output_options
 def capacity_command(
     model: str,
@@ -168,6 +181,7 @@ def capacity_command(
     budget_overhead: str,
     words: Words,
     directory: Path | None,
+    dask: str,
     out: Output,
 ) -> None:
     """Show which batch sizes of MODEL fit which GPUs, untouched and with a plan, and the largest on each.
@@ -181,7 +195,11 @@ def capacity_command(
     from simulator.studies.capacity import capacity
 
     words_for_trace(model, trace_words, "--target")
-    words |= {"budget_overhead_percent": _percent(budget_overhead), "trace_options": trace_words}
+    words |= {
+        "budget_overhead_percent": _percent(budget_overhead),
+        "trace_options": trace_words,
+        "dask": dask,
+    }
     sizes = sorted(map(int, _sizes(batch_sizes)))
     found = capacity(model, listed("--gpus", gpus), sizes, directory=directory, progress=out.say, **words)
     show(out, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,11 +52,15 @@ def capacity(
     traces of each device. A row for each device; raises as `max_batch`, of which `words` are.
     """
     place = Path(directory or f"{short_name(model)}-capacity")
-    found = []
-    for gpu in gpus:
-        progress(f"{gpu}:")
-        of = max_batch(model, gpu, batch_sizes=batch_sizes, directory=place / gpu, progress=progress, **words)
-        found.append(of)
+
+    def of(gpu: str) -> MaxBatch:
+        def say(line: str) -> None:
+            progress(f"{gpu}: {line}")
+
+        return max_batch(model, gpu, batch_sizes=batch_sizes, directory=place / gpu, progress=say, **words)
+
+    with ThreadPoolExecutor(len(gpus) if words.get("dask") else 1) as pool:  # planning has one machine
+        found = list(pool.map(of, gpus))
     first = found[0].data
     short = f"{first['model']}: what fits {', '.join(gpus)}"
     price = first["budget_overhead_percent"]

@@ -228,6 +228,7 @@ def max_batch(
     maximum: int = 65536,
     batch_sizes: Sequence[int] = (),
     trace_options: Sequence[str] = (),
+    dask: str = "",
     progress: Say = silent,
     **words: Unpack[Words],
 ) -> MaxBatch:
@@ -241,6 +242,7 @@ def max_batch(
         multiple_of, maximum: of the batch sizes that are tried.
         batch_sizes: to answer for beside; if there are any, all answers are by the line alone.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
+        dask: the address of a Dask scheduler on whose workers `trace` runs; "": on this machine.
         words: as for `plan`; `seconds` is for each plan.
 
     Returns:
@@ -264,7 +266,7 @@ def max_batch(
     if top < step:
         raise SpecError(f"--max {maximum}: there is no multiple of {step} up to it.")
     search = _Search(
-        model=Traced.of(model, directory, "max-batch", options),
+        model=Traced.of(model, directory, "max-batch", options, dask),
         step=step,
         top=top,
         question=asks,

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from simulator.prediction.ask import Say
-from traces.errors import LowtideError, TraceError
+from traces.errors import EnvironmentProblem, LowtideError, TraceError
 from traces.files import canonical_json
 from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
@@ -27,6 +28,7 @@ from traces.records.trace import Trace, Untouched, as_named
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
 AT_ONCE: Final = 2  # processes; each of them makes two traces
+WAIT_S: Final = 10  # for Dask's scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,17 @@ class Traced:
     model: str
     directory: Path  # of traces and plans, which are used again
     words: tuple[str, ...] = ()  # further ones for `trace`, such as --seq-len 512
+    dask: str = (
+        ""  # address of the scheduler whose workers, on the same files, run `trace`; "": this machine does
+    )
 
     @classmethod
-    def of(cls, model: str, directory: str | Path | None, study: str, words: Sequence[str]) -> Traced:
+    def of(
+        cls, model: str, directory: str | Path | None, study: str, words: Sequence[str], dask: str
+    ) -> Traced:
         """A model in a directory; None: `MODEL-study`."""
         place = Path(directory or f"{short_name(model)}-{study}")
-        return cls(model=model, directory=place, words=tuple(words))
+        return cls(model=model, directory=place.absolute() if dask else place, words=tuple(words), dask=dask)
 
     def path(self, batch_size: int) -> Path:
         """Where a trace lies: other words, another file of the user's or other versions have another place."""
@@ -63,20 +70,37 @@ class Traced:
         new = [n for n in batch_sizes if n not in found]
         measured = any(word.partition("=")[0] == "--device" for word in self.words)
         some = 1 if measured else 2
-
-        def make(k: int) -> None:
-            sizes = sorted(new[k : k + some])
-            low, high, named = sizes[0], sizes[-1], f"batch {' and '.join(map(str, sizes))}"
-            words = ["--batch-size", str(low), "-o", str(self.path(low))]
-            if low < high:
-                shapes = f"batch-size={low}:{high}:{high - low}"
-                words = ["--shapes", shapes, "-o", str(self.path(low).parent)]
-            say(f"{named}: tracing")
-            run_trace([self.model, *self.words, *words, "--force"], named)
-
-        with ThreadPoolExecutor(1 if measured else AT_ONCE) as pool:
-            list(pool.map(make, range(0, len(new), some)))
+        jobs = [self._job(sorted(new[k : k + some])) for k in range(0, len(new), some)]
+        with self._pool(1 if measured else AT_ONCE) as pool:
+            for _ in pool.map(run_trace, *zip(*jobs, strict=True)) if jobs else ():
+                say("traced")
         return [found[n] if n in found else load(self.path(n)) for n in batch_sizes]
+
+    def _job(self, sizes: list[int]) -> tuple[list[str], str]:
+        """The words for one `trace` of one size or two, and what it is."""
+        low, high = sizes[0], sizes[-1]
+        words = ["--batch-size", str(low), "-o", str(self.path(low))]
+        if low < high:
+            words = ["--shapes", f"batch-size={low}:{high}:{high - low}", "-o", str(self.path(low).parent)]
+        return [self.model, *self.words, *words, "--force"], f"batch {' and '.join(map(str, sizes))}"
+
+    @contextmanager
+    def _pool(self, at_once: int) -> Iterator[Executor]:
+        """What runs `trace`: threads that wait for processes of this machine, or the workers of a Dask cluster."""
+        if not self.dask:
+            with ThreadPoolExecutor(at_once) as pool:
+                yield pool
+            return
+        try:
+            distributed: Any = import_module("distributed")
+        except ImportError:
+            raise EnvironmentProblem("--dask needs Dask: `pip install 'lowtide[dask]'`.") from None
+        try:
+            client = distributed.Client(self.dask, timeout=WAIT_S)
+        except (OSError, ValueError) as error:
+            raise EnvironmentProblem(f"--dask {self.dask}: no scheduler answers there ({error}).") from None
+        with client, client.get_executor(pure=False) as pool:
+            yield pool
 
 
 def of_one_structure(a: Trace, b: Trace) -> bool:
