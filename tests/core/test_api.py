@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from simulator import Infeasible, bound, compare, pareto, plan, simulate
+from tests.commands import python
 from tests.synthetic import resnet
 from traces.errors import PlanError, SpecError
 from traces.records.store import save
@@ -92,7 +91,6 @@ def test_the_package_loads_nothing_until_it_is_asked() -> None:
         "simulator.simulate('resnet152'); heavy = {'torch', 'altair', 'pandas'} & set(sys.modules); "
         "print(sorted(before), sorted(heavy), sorted(set(simulator.__all__) - set(dir(simulator))))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] [] []"
+    assert python("-c", code).stdout.strip() == "[] [] []"
     with pytest.raises(ImportError):
         exec("from simulator import nothing")

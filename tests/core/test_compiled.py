@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,24 +15,15 @@ import pytest
 from simulator import kernels as clock
 from simulator.core.limits import Limits
 from simulator.kernels import compiled
+from tests.commands import ROOT, python
 from tests.tiny import chain
 from traces.records.store import save
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def simulate(trace: Path, cache: Path, *options: str) -> str:
     """What a planner with few kernels says on stderr, with that place for compiled code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "simulator", str(trace), "--budget", "90%", "--planner", "mu-two", *options],
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    words = ("simulator", trace, "--budget", "90%", "--planner", "mu-two", *options)
+    return python("-m", *words, NUMBA_CACHE_DIR=str(cache)).stderr
 
 
 def test_compiling_is_said_and_done_once(tmp_path: Path) -> None:
@@ -94,14 +83,11 @@ def test_a_changed_inlined_function_is_compiled_into_the_kept_kernels_anew(tmp_p
     def says() -> str:
         code = "from loops.outer import twice; print(twice(3), sum(twice.stats.cache_hits.values()))"
         env = {
-            **os.environ,
             "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
             "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        return subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return python("-c", code, **env).stdout.strip()
 
     assert says() == "8 0"
     assert says() == "8 1"  # kept

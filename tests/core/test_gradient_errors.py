@@ -8,10 +8,8 @@ from math import hypot, inf
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from simulator.bounds import bounder_of
-from simulator.cli.main import main
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
@@ -19,6 +17,7 @@ from simulator.levers.edit import Editing, parts
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.prediction.levers import changed_steps
+from tests.commands import simulate
 from tests.tiny import bwd, fwd, trace
 from traces.errors import SpecError
 from traces.records.gradient_errors import GradientErrors, Part
@@ -124,10 +123,10 @@ def test_the_command_takes_a_file_of_errors(tmp_path: Path) -> None:
         "--errors",
         str(file),
     ]
-    done = CliRunner().invoke(main, [*words, "--max-gradient-error", "0.01", "--json", "-q"])
+    done = simulate(*words, "--max-gradient-error", "0.01", "--json", "-q")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["plan"]
-    shown = CliRunner().invoke(main, [*words, "-q"])
+    shown = simulate(*words, "-q")
     assert "relative error of the gradient" in shown.stdout
-    refused = CliRunner().invoke(main, [*words, "--max-gradient-error", "0.0001", "-q"])
+    refused = simulate(*words, "--max-gradient-error", "0.0001", "-q")
     assert refused.exit_code == 1

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from simulator.allocator.device import setting_of
-from simulator.cli.main import main
 from simulator.core.problem import Problem, peak_by_category
 from simulator.history.diff import Diff
 from simulator.history.message import message_in
@@ -25,6 +23,7 @@ from simulator.history.why import why
 from simulator.prediction.ask import question
 from simulator.prediction.step import Prediction, predict
 from tests import tiny
+from tests.commands import simulate
 from tests.core.test_recording import Program, halves_and_whole, write
 from traces.errors import LowtideError, SpecError, TraceError
 from traces.records import store
@@ -344,21 +343,17 @@ MESSAGE = (
 )
 
 
-def run(*words: str, text: str | None = None) -> Result:
-    return CliRunner().invoke(main, list(words), input=text)
-
-
 @pytest.mark.parametrize("name", ["s.pickle", "r.json", "t", "p.json", "error.txt"])
 def test_why_answers_for_everything(name: str, there: Path) -> None:
     words = ["why", str(there / name), "--trace", str(there / "t"), "-q"]
-    said = run(*words)
+    said = simulate(*words)
     assert said.exit_code == 0, said.output
-    answer = json.loads(run(*words, "--json").stdout)
+    answer = json.loads(simulate(*words, "--json").stdout)
     assert said.stdout.splitlines()[: len(answer["sentences"])] == answer["sentences"]
 
 
 def test_a_rehearsal_that_does_not_fit(there: Path) -> None:
-    answer = json.loads(run("why", str(there / "r.json"), "--json", "-q").stdout)
+    answer = json.loads(simulate("why", str(there / "r.json"), "--json", "-q").stdout)
     # 100 reserved and 20 outside of torch of 110. All but 15 of parameters grows with the batch: 75.
     assert (answer["peak_bytes"], answer["over_bytes"]) == (90, 10)
     assert answer["parts"]["category"] == {"activation": 50, "other": 25, "parameter": 15}
@@ -377,10 +372,10 @@ def test_diff_of_each_with_each(there: Path) -> None:
     for a in names:
         for b in names:
             trace = ["--trace", str(there / "t")] if {a, b} != {"t", "p.json"} else []
-            said = run("diff", str(there / a), str(there / b), *trace, "--json", "-q")
+            said = simulate("diff", str(there / a), str(there / b), *trace, "--json", "-q")
             assert said.exit_code == 0, said.output
             assert {"peaks", "by_category", "by_module", "by_line"} <= {*json.loads(said.stdout)}
-    assert "peak requested" in run("diff", str(there / "t"), str(there / "p.json"), "-q").stdout
+    assert "peak requested" in simulate("diff", str(there / "t"), str(there / "p.json"), "-q").stdout
 
 
 @pytest.mark.parametrize(
@@ -398,7 +393,7 @@ def test_diff_of_each_with_each(there: Path) -> None:
 def test_wrong_input_is_refused(words: tuple[str, ...], there: Path) -> None:
     (there / "wrong.json").write_text('{"a": 1}')
     (there / "empty.txt").write_text("all is well")
-    result = run(*(w.replace("THERE", str(there)) for w in words))
+    result = simulate(*(w.replace("THERE", str(there)) for w in words))
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from simulator import simulate as simulated
-from simulator.cli.main import main
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
+from tests.commands import simulate
 from tests.tiny import bwd, fwd, opt, trace
 from traces.records.plan import RECOMPUTE, Action, Plan
 from traces.records.store import save
@@ -115,14 +114,10 @@ def test_a_step_without_ops_has_its_residents() -> None:
     assert allocated(empty) == ([4, 4], {})
 
 
-def command(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_answer_says_it_first_and_beside_it_the_plan(tmp_path: Path, device: str) -> None:
     path = save(loop(MIB, device=device), tmp_path / "t")
-    said = json.loads(command(path, "--json", "-q").stdout)
+    said = json.loads(simulate(path, "--json", "-q").stdout)
     c = simulated(str(path))
     assert said["untouched"] == untouched_peaks(c).to_json()
     assert said["untouched"]["peak_allocated_bytes"] == 112 * MIB
@@ -131,7 +126,7 @@ def test_the_answer_says_it_first_and_beside_it_the_plan(tmp_path: Path, device:
     assert said["plan"]["phases"]["backward"]["peak_allocated_bytes"] == 66 * MIB
     assert said["baseline"]["peak_allocated_bytes"] == 66 * MIB
 
-    lines = command(path, "-q").stdout.splitlines()
+    lines = simulate(path, "-q").stdout.splitlines()
     assert lines[1] == "budget   none; 100 % is 66.00 MiB, the captured graph with everything saved"
     assert lines[2].startswith("time ")
     at = next(k for k, line in enumerate(lines) if line.startswith("untouched"))
@@ -139,13 +134,13 @@ def test_the_answer_says_it_first_and_beside_it_the_plan(tmp_path: Path, device:
     assert lines[at].split()[:3] == ["untouched", "112.00", "MiB"]
     assert lines[at + 1].split()[:5] == ["untouched,", "first", "iteration", "104.00", "MiB"]
     assert not any("untouched model needs" in line for line in lines)  # the figures say so
-    planned = command(path, "-q", "--budget", "100%", "--budget-of", "allocated").stdout.splitlines()
+    planned = simulate(path, "-q", "--budget", "100%", "--budget-of", "allocated").stdout.splitlines()
     assert "66.00 MiB of allocated memory; the plan needs 66.00 MiB (100.0 %)" in planned[1]
     assert any(line.split()[:3] == ["planned", "66.00", "MiB"] for line in planned)
 
 
 def test_of_an_infeasible_budget_the_untouched_loop_is_still_said(tmp_path: Path) -> None:
-    said = json.loads(command(save(loop(1), tmp_path / "t"), "--budget", "10", "--json", "-q").stdout)
+    said = json.loads(simulate(save(loop(1), tmp_path / "t"), "--budget", "10", "--json", "-q").stdout)
     assert (said["feasible"], said["untouched"]["peak_allocated_bytes"]) == (False, 112)
 
 

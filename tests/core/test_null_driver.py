@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from executor.cli.main import execute
+from tests.commands import python
 from tracer.rehearsal import driver
 from tracer.rehearsal.run import is_script, rehearse
 from tracer.rehearsal.stubs import stub_source, undefined_symbols
@@ -111,9 +111,7 @@ assert d.cudaEventQuery(e) == 600  # the device lags
 d.cudaStreamWaitEvent(None, e, 0); d.cudaEventRecord(e, None) ; d.cudaStreamSynchronize(None)
 assert d.cudaEventQuery(e) == 0
 """
-    env = {**os.environ, "LOWTIDE_NULL_MEMORY": "1000", "LOWTIDE_NULL_CONTEXT": "100"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", code, LOWTIDE_NULL_MEMORY="1000", LOWTIDE_NULL_CONTEXT="100")
     assert ctypes.sizeof(ctypes.c_void_p) == 8
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from simulator.allocator.caching import Allocator, Block, Pool
 from simulator.allocator.replay import peak_reserved, read_recording, recording_from_snapshot
@@ -21,8 +20,8 @@ from simulator.allocator.settings import (
     as_in,
     parse_alloc_conf,
 )
-from simulator.cli.main import main
 from tests import recordings
+from tests.commands import simulate
 from traces.errors import TraceError
 
 MIB = 1 << 20
@@ -157,7 +156,7 @@ def test_text_that_no_terminal_can_show(tmp_path: Path) -> None:
         data = p.snapshot()
         of = {"segment_type": data["segments"][0], "action": data["device_traces"][0][0]}
         of.get(place, data["allocator_settings"])[place] = "max_split:\udc80"
-        result = CliRunner().invoke(main, ["why", str(write(tmp_path / "s.pickle", data))])
+        result = simulate("why", str(write(tmp_path / "s.pickle", data)))
         assert result.exit_code in (0, 2), (place, result.exception)
         assert "Traceback" not in result.output
 

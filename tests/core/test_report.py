@@ -29,6 +29,7 @@ from simulator.report.step import activations, at_peak
 from simulator.show.tables import Cell, Table
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
+from tests.commands import python
 from traces.errors import EnvironmentProblem, PlanError
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
@@ -438,8 +439,7 @@ def test_importing_the_report_is_light() -> None:
         "import sys, simulator.report.step, simulator.report.sweep; "
         "print(sorted({'altair', 'pandas', 'vl_convert', 'torch', 'jinja2'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code).stdout.strip() == "[]"
 
 
 def test_figures_read_well() -> None:

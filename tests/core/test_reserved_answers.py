@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from simulator.allocator.device import (
     DeviceFit,
@@ -22,7 +21,6 @@ from simulator.allocator.device import (
     settings_to_try,
 )
 from simulator.allocator.reserved import reserved_peak
-from simulator.cli.main import main
 from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
@@ -40,6 +38,7 @@ from simulator.prediction.step import (
     untouched_fit,
     untouched_peak_bytes,
 )
+from tests.commands import simulate
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.devices import CONTEXT_BYTES
@@ -54,10 +53,6 @@ GIB = 1 << 30
 
 def on_gpu(of: Trace, **meta: Any) -> Trace:
     return replace(of, meta=replace(of.meta, device="cuda", target="A100-40", **meta))
-
-
-def simulate(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
 
 
 @pytest.fixture(scope="module")

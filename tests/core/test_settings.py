@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from simulator.cli.main import main
+from tests.commands import python
 from tracer.cli.main import trace
 
 run = CliRunner().invoke
@@ -70,7 +68,4 @@ def test_shells_complete_words(shell: str, words: str, found: str) -> None:
         "COMP_CWORD": words.split()[-1] if shell == "fish" else str(len(words.split())),
     }  # fmt: skip
     code = "from simulator.__main__ import run; run()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, check=False
-    )
-    assert found in done.stdout, done.stderr
+    assert found in python("-c", code, code=None, **asked).stdout

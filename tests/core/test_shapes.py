@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
 import simulator.studies.shapes as study
 from simulator.allocator.device import DeviceMemory, setting_of
 from simulator.allocator.reserved import reserved_over, reserved_peak
-from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.levers import rewritten
 from simulator.prediction.step import Prediction, predict
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, OverShapes, over_shapes, traces_of
+from tests.commands import simulate
 from tests.tiny import bwd, fwd, trace
 from traces.errors import LowtideError, SpecError, TraceError
 from traces.records import store
@@ -220,10 +219,6 @@ def saved(tmp_path: Path, lengths: Mapping[int, Trace], at: int) -> Path:
     for n, made in lengths.items():
         store.save(made, tmp_path / "t-shapes" / f"s{n}")
     return store.save(lengths.get(at, step(at)), tmp_path / "t")
-
-
-def simulate(*words: Any) -> Result:
-    return CliRunner().invoke(main, [str(w) for w in words])
 
 
 def test_the_command_reads_traces_that_are_there(tmp_path: Path) -> None:

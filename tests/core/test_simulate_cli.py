@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from simulator.cli.main import main
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, plan_with
 from simulator.prediction.ask import Question, silent
 from simulator.studies import tracing
 from simulator.studies.sweep import Sweep, sweep
+from tests.commands import simulate
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
 from traces.errors import LowtideError
@@ -26,10 +26,6 @@ from traces.records.plan import Plan
 from traces.records.store import load, save
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def simulate(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import pkgutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import python
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = {"torch", "torchvision", "transformers"}
@@ -17,9 +18,7 @@ COMMANDS = {"trace": "tracer", "simulate": "simulator", "execute": "executor"}
 
 
 def run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    return python("-c", code, *args, code=None)
 
 
 def loaded_by(code: str, says: str = "") -> set[str]:

@@ -8,19 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from simulator import bound, compare, pareto
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
-from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
 from simulator.prediction.ask import Answer, Question
 from simulator.prediction.step import predict
 from simulator.studies.pareto import cheapest
+from tests.commands import simulate
 from tests.synthetic import resnet
 from tests.tiny import chain
 from traces.errors import SpecError
@@ -31,10 +30,6 @@ from traces.units import GIB
 
 BASELINE = "search"
 CONF = "expandable_segments:True"
-
-
-def simulate(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
 
 
 def peak(of: Trace) -> int:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from simulator.allocator.replay import read_recording
 from simulator.allocator.settings import MAX_TEXT, parse_alloc_conf
-from simulator.cli.main import main
 from tests import tiny
+from tests.commands import python, simulate
 from traces.commands import echo
 from traces.errors import PlanError, SpecError, TraceError
 from traces.files import directory_beside, write_text
@@ -63,7 +60,7 @@ def test_a_hostile_snapshot_is_refused(hostile: dict[str, object], tmp_path: Pat
 
 def test_text_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     path = snapshot(tmp_path / "x.pickle", events=[{**SEGMENT, "\ud800": 1}])
-    result = CliRunner().invoke(main, ["why", str(path)])
+    result = simulate("why", str(path))
     assert result.exit_code == 2
     assert "not a memory snapshot, or damaged" in result.output
 
@@ -105,13 +102,11 @@ def test_the_terminal_obeys_nothing_that_a_file_says(capsys: pytest.CaptureFixtu
 
 def test_text_that_a_terminal_cannot_show_does_not_end_the_command() -> None:
     code = "from traces.commands import echo; echo('5 µs')"
-    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "5 \\xb5s\n"
+    assert python("-c", code, PYTHONIOENCODING="ascii").stdout == "5 \\xb5s\n"
 
 
 def test_a_word_that_is_no_text_is_refused_before_the_work() -> None:
-    result = CliRunner().invoke(main, ["some\udcfftrace"])
+    result = simulate("some\udcfftrace")
     assert result.exit_code == 2
     assert "is no text in UTF-8" in result.output
 
@@ -127,7 +122,7 @@ def test_simulate_does_not_replace_a_plan_that_came_while_it_planned(
         return plan_with(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("simulator.prediction.ask.plan_with", slow)
-    result = CliRunner().invoke(main, ["resnet152-cpu/trace-b4", "--planner", "save-all", "-o", str(path)])
+    result = simulate("resnet152-cpu/trace-b4", "--planner", "save-all", "-o", str(path))
     assert result.exit_code == 2
     assert "exists; give --force" in result.output
     assert path.read_text() == "theirs"

@@ -18,6 +18,7 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
 from simulator.studies.sweep import Sweep
+from tests.commands import python
 from tests.torch.steps import plan_of, recompute_all
 from tracer import trace
 from tracer.rehearsal import run_on_null_driver
@@ -84,10 +85,8 @@ def test_a_measurement_gives_no_times(tmp_path: Path) -> None:
     with pytest.raises(Infeasible) as refused_budget:
         api.plan(tmp_path / "t", 1)
     lowest = refused_budget.value.figures["lowest_peak_bytes"]  # cuBLAS's buffers, which 2.11 holds, raise it
-    subprocess.run(
-        [sys.executable, "-m", "simulator", "t", "--budget", f"{(peak + lowest) // 2}", "-o", "plan.json", "-q"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True,
-    )  # fmt: skip
+    budget = (peak + lowest) // 2
+    python("-m", "simulator", "t", "--budget", budget, "-o", "plan.json", "-q", cwd=tmp_path)
     done = on_h100(
         tmp_path,
         "execute",

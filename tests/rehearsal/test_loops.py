@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,13 @@ from torch import nn, optim, randn
 from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tests.bench.rehearsed import rehearsed as run
+from tests.commands import python
 from tracer import trace
 from tracer.rehearsal.record import Rehearsal
 from traces.records.store import load
 from traces.records.trace import Trace, Untouched
 
 pytestmark = pytest.mark.rehearsal
-ROOT = Path(__file__).resolve().parents[2]
 GPU = "h100"
 LANGUAGE = {"batch_size": 2, "seq_len": 64, "optimizer": "adamw"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -181,11 +178,8 @@ def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool) -> No
 )
 def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    command = [sys.executable, "-m", "executor", "rehearse", "--gpu", GPU, "--", "trace", *words]
-    subprocess.run(
-        [*command, "--device", "cuda", "-o", "t", "-q"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
-    )  # fmt: skip
+    command = ("executor", "rehearse", "--gpu", GPU, "--", "trace", *words)
+    python("-m", *command, "--device", "cuda", "-o", "t", "-q", cwd=tmp_path)
     recorded = load(tmp_path / "t")
     assert recorded.meta.mode == "rehearsed"
     model = str(tmp_path / words[0]) if len(words) == 1 else words[0]

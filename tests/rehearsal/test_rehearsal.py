@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -18,6 +15,7 @@ from executor.cli.main import execute
 from simulator.allocator.replay import peak_reserved, read_recording
 from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
+from tests.commands import python
 from tracer import trace
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MASK, MISSING
 from tracer.rehearsal.run import rehearse
@@ -25,7 +23,6 @@ from traces.errors import LowtideError, SpecError
 from traces.records.plan import Plan
 
 pytestmark = pytest.mark.rehearsal
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
 STEP = """
@@ -122,11 +119,8 @@ def test_a_gpu_that_is_too_small_says_so_and_what_it_would_take(tmp_path: Path) 
     assert not found.fits
     assert "out of memory" in found.out_of_memory
     assert found.steady.allocated_bytes > found.memory_bytes
-    done = subprocess.run(
-        [sys.executable, "-m", "executor", "rehearse", f"{path}:build", "--gpu", "t4", "--batch-size", str(1 << 19)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    words = ("rehearse", f"{path}:build", "--gpu", "t4", "--batch-size", 1 << 19)
+    done = python("-m", "executor", *words, code=1)
     assert "does not fit into T4" in done.stderr
 
 
@@ -310,10 +304,7 @@ def test_cudnn_itself_tells_its_workspaces(tmp_path: Path) -> None:
     On an H100 it chooses a kernel for channels last, and copies image, weight and result there and back.
     """
     command = ["rehearse", "--gpu", "h100", "--", "python", script(tmp_path, CONVOLVED)]
-    done = subprocess.run(
-        [sys.executable, "-m", "executor", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "executor", *command)
     told = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("WORK", "GRAD")))
     images, weight, result = 4 * 32 * 3 * 224 * 224, 4 * 64 * 3 * 7 * 7, 4 * 32 * 64 * 112 * 112
     assert images + weight + result <= int(told["WORKSPACE"]) < images + weight + result + MIB
@@ -329,12 +320,7 @@ def test_the_allocators_settings_reach_torch(step: str) -> None:
 
 
 def call(folder: Path, module: str, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python("-m", module, *words, cwd=folder).stdout
 
 
 @pytest.mark.slow

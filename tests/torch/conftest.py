@@ -14,25 +14,16 @@ from typing import Any
 import pytest
 
 from executor.measuring import Job
+from tests.commands import ROOT, python
 from tracer.rehearsal import run
 from traces.errors import EnvironmentProblem
 from traces.records.plan import Plan
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
     """The object that a command prints with --json, run in a fresh process in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words, "--json"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", module, *words, "--json", cwd=folder)
     assert "Traceback" not in done.stderr
-    assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout)  # exactly one object
     return answer
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from executor import verify
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.prediction.step import text, warnings_of
+from tests.commands import python
 from tracer import trace
 from traces.errors import CaptureError, PlanError, SpecError
 from traces.records.trace import Trace
@@ -367,7 +367,7 @@ def test_a_trace_shows_itself() -> None:
 
 def test_importing_tracer_does_not_import_torch() -> None:
     code = "import sys, tracer; assert 'torch' not in sys.modules; tracer.trace; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    python("-c", code)
 
 
 def test_garbage_is_searched_for_after_a_trace_as_before() -> None:

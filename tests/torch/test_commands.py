@@ -22,6 +22,7 @@ from executor.cli.main import execute
 from executor.measuring import Job, JobResult, perform, run_job
 from simulator.cli.main import main as simulate
 from tests import tiny
+from tests.commands import ROOT, python
 from tests.torch import small_nets
 from tests.torch.steps import recompute_all, recorded
 from tracer.cli.main import trace
@@ -31,7 +32,6 @@ from traces.records import store
 from traces.records.measurement import RunFigures, Verification
 from traces.records.plan import Action, Plan
 
-ROOT = Path(__file__).resolve().parents[2]
 MLP = small_nets.spec("mlp")
 FIGURES = {"peak_allocated_bytes": 1, "peak_reserved_bytes": None, "step_time_ns": 1}
 
@@ -355,14 +355,7 @@ def test_a_missing_torch(
     if command == "execute":
         plan.save("plan.json")
     before = litter(folder)
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(stub), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
+    done = python("-m", *words, cwd=folder, code=2, PYTHONPATH=os.pathsep.join([str(stub), str(ROOT)]))
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
@@ -430,9 +423,7 @@ def build():
 
 def test_what_the_users_code_prints_does_not_break_the_answer(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
-    words = [sys.executable, "-m", "tracer", "noisy.py:build", "-o", "t", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    done = python("-m", "tracer", "noisy.py:build", "-o", "t", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["trace"] == "t"
     for word in ("at import", "in build", "below Python", "a child", "at the end"):
         assert word in done.stderr
@@ -473,8 +464,4 @@ def test_code_that_only_a_plan_names_does_not_run(
 
 def test_a_quiet_trace_prints_nothing_on_stderr_not_even_at_its_end(folder: Path) -> None:
     """torch 2.15 imports Triton, which complains of what is never collected when a process ends."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tracer", MLP, "-o", "out", "-q"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-m", "tracer", MLP, "-o", "out", "-q", cwd=folder).stderr == ""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from torch import nn
 from executor.inverted import GELU, SiLU, convert, ops
 from executor.inverted.fits import FITS, two_bits
 from executor.inverted.formulas import DIGITS, FORWARD, slope
+from tests.commands import python
 from tracer.step.named.vision import import_torchvision
 
 # What torch.compile imports says of torch itself.
@@ -28,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning"),  # Python 3.13.0
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = [*FORWARD]
 
 
@@ -294,16 +291,10 @@ print((x.grad - z.grad).abs().max() < 2e-4)
 """
 
 
-def python(code: str, **environment: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_without_a_compiler_it_runs_op_by_op_and_says_so(tmp_path: Path) -> None:
-    said = python(NO_COMPILER, CXX=str(tmp_path / "nothing"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    env = {"CXX": str(tmp_path / "nothing"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    said = python("-c", NO_COMPILER, **env).stdout
     assert "torch.compile fails here" in said
     assert said.count("op by op") == 2  # once for each direction
     assert said.endswith("tensor(True)\n")
@@ -311,8 +302,9 @@ def test_without_a_compiler_it_runs_op_by_op_and_says_so(tmp_path: Path) -> None
 
 def test_an_import_starts_no_compiler() -> None:
     python(
+        "-c",
         "import sys; from executor.inverted import GELU, convert\n"
-        "assert not {'triton', 'torch._inductor.compile_fx', 'transformers'} & {*sys.modules}"
+        "assert not {'triton', 'torch._inductor.compile_fx', 'transformers'} & {*sys.modules}",
     )
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.commands import python
 from tracer.rehearsal.objects import SMALL_BYTES, load, save
 from traces.errors import SpecError
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -73,11 +71,7 @@ def test_tensors_go_by_their_layout_and_what_they_share(tmp_path: Path) -> None:
 
 def test_a_script_s_own_classes_and_lambdas_go_along(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py", "o"], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    python("train.py", "o", cwd=tmp_path)
     found = load(tmp_path / "o")
     x = torch.ones(4, 8)
     layer = found["model"].layer

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 from executor.cli.main import answer
 from executor.plans import Outcome
+from tests.commands import python
 from tests.core.test_readme import (
     FORMATS,
     README,
-    ROOT,
     blocks,
     measurement,
     quoted,
@@ -59,15 +56,7 @@ def test_the_example_runs_as_shown(tmp_path: Path) -> None:
         if name not in ("my_training.py", "train.py"):
             scripts.append(name)
     assert scripts
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, *scripts, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", ONE_PROCESS, *scripts, "train.py", cwd=tmp_path)
     assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
     lines = done.stdout.partition("RUN train.py\n")[2].splitlines()
     shown = blocks(section(README, "`apply_plan`"), "")[0].splitlines()

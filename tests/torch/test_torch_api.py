@@ -7,14 +7,13 @@ import inspect
 import os
 import pkgutil
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands import python
 from tracer import torch_api
 from traces.errors import EnvironmentProblem
 
@@ -271,7 +270,6 @@ def test_ctrl_c_while_numpy_is_imported_is_not_swallowed(tmp_path: Path) -> None
     once = "if not hasattr(sys, 'seen'):\n    sys.seen = True\n    raise KeyboardInterrupt"
     (tmp_path / "numpy.py").write_text(f"import sys\n{once}\nraise ImportError")
     code = "from tracer.torch_api import require_torch; require_torch()"
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = python("-c", code, code=None, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
     assert done.returncode
