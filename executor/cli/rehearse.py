@@ -22,13 +22,22 @@ if TYPE_CHECKING:
     from torch import nn
 
     from executor.rehearsed.budget import Found
+    from tracer.rehearsal.jobs import Job
     from tracer.rehearsal.record import Rehearsal
     from traces.records.plan import PredictionWarning
 
 
 MOST_LINES = 8
+FIGURES = ("requested", "allocated", "reserved", "in all")
 STEADY = 3  # iterations after which the step repeats itself
 APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
+
+
+def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them: "0,1,7"."""
+    if text and not all(part.isdecimal() for part in text.split(",")):
+        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 0,7")
+    return tuple(dict.fromkeys(map(int, text.split(",")))) if text else ()
 
 
 @click.command(cls=Grouped)
@@ -47,8 +56,12 @@ APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
 @click.option(
     "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate why`."
 )
-@click.option("--ranks", type=click.IntRange(min=1), help="Ranks of a distributed job.")
-@click.option("--rank", type=click.IntRange(min=0), help="Which of them to rehearse. Default: 0.")
+@click.option(
+    "--ranks", default="", callback=_numbers, help="Ranks of a distributed job; several numbers give a table."
+)
+@click.option(
+    "--rank", default="", callback=_numbers, help="Which of them to rehearse, such as 0,7. Default: 0."
+)
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
 @click.option(
     "--budget",
@@ -67,8 +80,8 @@ def rehearse(
     iterations: int,
     alloc_conf: str,
     snapshot: Path | None,
-    ranks: int | None,
-    rank: int | None,
+    ranks: tuple[int, ...],
+    rank: tuple[int, ...],
     nodes: int | None,
     budget: str | None,
     output: Path | None,
@@ -89,11 +102,13 @@ def rehearse(
     \b
     execute rehearse bert-base --batch-size 16 --seq-len 512 --gpu h100
     execute rehearse train.py --gpu a100-80 -- --epochs 1
-    execute rehearse train.py --gpu h100 --ranks 8 --rank 7
+    execute rehearse train.py --gpu h100 --ranks 8 --rank 0,7
+    execute rehearse train.py --gpu h100 --ranks 1,2,4,8        what shrinks with ranks, and what does not
+    execute rehearse --gpu h100 -- torchrun --nproc-per-node 8 train.py --epochs 1
 
     Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
     """
-    from tracer.rehearsal.jobs import job_of, launch_of
+    from tracer.rehearsal.jobs import jobs_of, launch_of
     from tracer.rehearsal.run import COMMANDS, command_on_null_driver
     from tracer.rehearsal.run import rehearse as run
 
@@ -103,7 +118,7 @@ def rehearse(
         sys.exit(command_on_null_driver([model, *arguments], gpu, alloc_conf))
     if launch is not None:
         model, arguments = launch.program, launch.arguments
-    job, number = job_of(launch, ranks, rank, nodes)
+    jobs = jobs_of(launch, ranks, rank, nodes)
     one = partial(
         run,
         model,
@@ -115,33 +130,41 @@ def rehearse(
         seed=seed,
         iterations=iterations,
         alloc_conf=alloc_conf,
-        snapshot=snapshot,
-        script=True if job else None,
-        job=job,
-        rank=number,
     )
     if budget:
-        if plan or snapshot or iterations < STEADY:
+        if len(jobs) > 1 or plan or snapshot or iterations < STEADY:
             raise SpecError(
-                f"--budget excludes --plan and --snapshot, and takes {STEADY} iterations or more."
+                f"--budget plans for one rank, without --plan and --snapshot, in {STEADY} iterations or more."
             )
-        _within_budget(budget, output, gpu, one, out)
+        _within_budget(budget, output, gpu, one, *jobs[0], out)
         return
     if output:
         raise SpecError("-o writes a plan, which --budget makes.")
-    out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
-    found = one(gpu)
-    out.show(found.to_json, lambda: in_words(found))
-    if not found.fits:
-        error = OutOfMemoryProblem(
-            f"{found.model} does not fit into {found.gpu}: it reserves {show_bytes(found.figures.peak_reserved_bytes)} "
-            f"beside {_outside(found)}; torch said there: {found.out_of_memory}"
-        )
-        error.exit_code = 1
-        raise error
+    found = []
+    for job, number in jobs:
+        out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
+        file = snapshot
+        if snapshot and job and len(jobs) > 1:
+            file = snapshot.with_stem(f"{snapshot.stem}-{number}-of-{job.ranks}")
+        found.append(one(gpu, snapshot=file, script=True if job else None, job=job, rank=number))
+    if len(found) == 1:
+        out.show(found[0].to_json, lambda: in_words(found[0]))
+    else:
+        out.show(lambda: {"rehearsals": [f.to_json() for f in found]}, lambda: ranks_in_words(found))
+    for each in found:
+        if not each.fits:
+            error = OutOfMemoryProblem(
+                f"{each.model} does not fit into {each.gpu}: it reserves "
+                f"{show_bytes(each.figures.peak_reserved_bytes)} beside {_outside(each)}; torch said there: "
+                f"{each.out_of_memory}"
+            )
+            error.exit_code = 1
+            raise error
 
 
-def _within_budget(budget: str, output: Path | None, gpu: str, run: Any, out: Output) -> None:
+def _within_budget(
+    budget: str, output: Path | None, gpu: str, run: Any, job: Job | None, number: int, out: Output
+) -> None:
     """`execute rehearse --budget`: find a plan and write it."""
     from executor.rehearsed.budget import plan_within
     from tracer.rehearsal.run import LARGE_BYTES
@@ -149,7 +172,10 @@ def _within_budget(budget: str, output: Path | None, gpu: str, run: Any, out: Ou
 
     large = replace(device(gpu), memory_bytes=LARGE_BYTES)
     check_budget(budget)
-    found = plan_within(budget, partial(run, large), out.say)
+    one = partial(run, large, script=True if job else None)
+    twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
+    more = partial(one, job=twice, rank=number) if twice else None
+    found = plan_within(budget, partial(one, job=job, rank=number), more, out.say)
     if output and found.plans:
         found.plans.save(output)
     out.show(found.to_json, lambda: _budget_in_words(found, output))
@@ -159,18 +185,7 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
     first, limit = found.untouched, show_bytes(found.budget_bytes)
     lines = [_title(first)]
     runs = [("untouched", first), ("blocks compiled, all saved", found.saved), ("plan", found.planned)]
-    rows = [
-        (
-            name,
-            run.steady.requested_bytes,
-            run.steady.allocated_bytes,
-            run.figures.peak_reserved_bytes,
-            run.gpu_bytes,
-        )
-        for name, run in runs
-        if run
-    ]
-    lines += _rows(rows, "requested", "allocated", "reserved", "in all")
+    lines += _rows([(name, *_figures(run)) for name, run in runs if run], *FIGURES)
     if found.plans is None:
         return "\n".join(
             [*lines, f"  budget {limit} of the GPU, as by nvidia-smi: kept untouched, no plan is needed"]
@@ -180,9 +195,11 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
         f"  budget {limit} of the GPU, as by nvidia-smi: kept by the plan",
         f"  {told['blocks']} blocks by {len(found.plans.plans)} plans: +{told['added_percent']:.2f} % of their time by "
         f"roofline, communication beside it; no plan within the budget adds less than {told['bound_percent']:.2f} %",
-        f"  every block checkpointed, estimated: {show_bytes(told['every_block_bytes'])}, "
-        f"+{told['every_block_percent']:.2f} %",
     ]
+    for other in found.others:
+        added = "" if other.added_percent is None else f", +{other.added_percent:.2f} %"
+        estimated = "" if other.rehearsed else " (estimated)"
+        lines.append(f"    {other.what}: {show_bytes(other.gpu_bytes)}{added}{estimated}")
     if output:
         lines.append(f"  wrote {output}: apply_plan(model, {str(output)!r}) trains by it")
     if told["alloc_conf"]:
@@ -236,6 +253,26 @@ def in_words(found: Rehearsal) -> str:
     return "\n".join([*lines, *_warnings(found)])
 
 
+def ranks_in_words(found: Sequence[Rehearsal]) -> str:
+    """Several ranks, or jobs of several sizes, one a line."""
+    named = [(f"rank {f.rank} of {f.ranks}", f) for f in found]
+    rows = [(name, *_figures(f), f.outside_bytes, "yes" if f.fits else "NO") for name, f in named]
+    held = [(name, *(f.at_the_peak.get(what, 0) for what in found[0].at_the_peak)) for name, f in named]
+    lines = [
+        _title(found[0], ranks=False),
+        *_rows(rows, *FIGURES, "outside torch", "fits"),
+        "  at the peak",
+        *_rows(held, *found[0].at_the_peak),
+    ]
+    return "\n".join([*lines, *dict.fromkeys(w for f in found for w in _warnings(f))])
+
+
+def _figures(found: Rehearsal) -> tuple[int | None, ...]:
+    """By name in FIGURES, bytes."""
+    steady = found.steady
+    return steady.requested_bytes, steady.allocated_bytes, found.figures.peak_reserved_bytes, found.gpu_bytes
+
+
 def _outside(found: Rehearsal) -> str:
     """What of the GPU's memory lies outside of torch: "512.00 MiB for the CUDA context, 688.00 MiB for NCCL (8)"."""
     text = f"{show_bytes(found.context_bytes)} for the CUDA context"
@@ -245,17 +282,17 @@ def _outside(found: Rehearsal) -> str:
     return text
 
 
-def _title(found: Rehearsal) -> str:
+def _title(found: Rehearsal, ranks: bool = True) -> str:
     env = found.environment
     conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
-    rank = f", rank {found.rank} of {found.ranks}" if found.ranks else ""
+    rank = f", rank {found.rank} of {found.ranks}" if ranks and found.ranks else ""
     return f"{found.model} on {found.gpu}{rank}, torch {env.get('torch', '?')}{conf}: {found.provenance}"
 
 
 def _rows(rows: Sequence[tuple[Any, ...]], *names: str) -> list[str]:
-    """Rows of a name and bytes."""
+    """Rows of a name and bytes, or words."""
     columns: list[tuple[str, str, Callable[[Any], Any]]] = [("", "", itemgetter(0))]
-    columns += [(name, "bytes", itemgetter(k)) for k, name in enumerate(names, 1)]
+    columns += [(name, "" if name == "fits" else "bytes", itemgetter(k)) for k, name in enumerate(names, 1)]
     return [f"  {line}" for line in table(rows, columns).lines()]
 
 

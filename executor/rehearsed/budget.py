@@ -32,6 +32,16 @@ Run = Callable[..., Rehearsal]  # a rehearsal with further arguments of `tracer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """What else could be done, and what the process then takes of the GPU."""
+
+    what: str
+    gpu_bytes: int
+    added_percent: float | None = None  # of the blocks' time; None: it is another step
+    rehearsed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What was rehearsed, and the plans that were found."""
 
@@ -40,6 +50,7 @@ class Found:
     saved: Rehearsal | None = None  # the blocks compiled, with everything saved
     planned: Rehearsal | None = None
     plans: BlockPlans | None = None
+    others: tuple[Other, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `execute rehearse --budget --json` prints it."""
@@ -48,11 +59,12 @@ class Found:
             "budget_bytes": self.budget_bytes,
             "within_budget": (self.planned or self.untouched).gpu_bytes <= self.budget_bytes,
             "predicted": to_json(self.plans.predicted) if self.plans else None,
+            "others": to_json(list(self.others)),
             "rehearsals": {name: r.to_json() for name, r in rehearsals.items() if r},
         }
 
 
-def plan_within(budget: str, run: Run, say: Callable[[str], None]) -> Found:
+def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[str], None]) -> Found:
     """Rehearse untouched, with the blocks recorded, and by plans, until one keeps the budget.
 
     The budget is of what nvidia-smi would show, in bytes, or a share of what it shows untouched. A plan that takes more
@@ -70,7 +82,24 @@ def plan_within(budget: str, run: Run, say: Callable[[str], None]) -> Found:
         saved = run(around=(RECORD, name))
         step = compose(Path(name))
         found = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
-    return Found(budget_bytes=limit, untouched=untouched, saved=saved, planned=found[0], plans=found[1])
+    told = found[1].predicted
+    others = [
+        Other(what="every block checkpointed", gpu_bytes=told["every_block_bytes"],
+              added_percent=told["every_block_percent"]),
+        Other(what="half the micro-batch, no plan", gpu_bytes=_half_the_batch(saved)),
+    ]  # fmt: skip
+    if more_ranks is not None:
+        say("Rehearsing it untouched on twice as many ranks ...")
+        twice = more_ranks()
+        others.append(Other(what=f"{twice.ranks} ranks, no plan", gpu_bytes=twice.gpu_bytes, rehearsed=True))
+    return Found(
+        budget_bytes=limit,
+        untouched=untouched,
+        saved=saved,
+        planned=found[0],
+        plans=found[1],
+        others=(*others,),
+    )
 
 
 def _rehearsed(

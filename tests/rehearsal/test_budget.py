@@ -81,6 +81,10 @@ def test_a_rank_is_planned_within_a_budget_and_keeps_it_when_it_is_rehearsed(
     assert abs(difference) < 0.01 * planned["steady"]["requested_bytes"]
     assert 0 < told["bound_percent"] <= told["added_percent"]
     assert told["every_block_percent"] > told["added_percent"]
+    others = {other["what"]: other["rehearsed"] for other in found["others"]}
+    assert others == {
+        "every block checkpointed": False, "half the micro-batch, no plan": False, "16 ranks, no plan": True,
+    }  # fmt: skip
     plans = BlockPlans.load(file)
     assert sorted(b for p in plans.plans for b in p.blocks) == [f"layers.{k}" for k in range(LAYERS)]
     # One line in the program trains by the file as it was rehearsed.
@@ -157,9 +161,9 @@ def test_tensor_parallel_blocks_are_refused(tmp_path: Path) -> None:
 
 def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
     program = script(tmp_path, ALONE)
-    for words in (["--iterations", "2"], ["--plan", program]):
+    for words in (["--ranks", "1,2"], ["--iterations", "2"], ["--plan", program]):
         done = plan_for(program, "80%", *words)
-        assert (done.exit_code, "--budget excludes --plan" in done.output) == (2, True)
+        assert (done.exit_code, "--budget plans for one rank" in done.output) == (2, True)
     done = CliRunner().invoke(
         execute, ["rehearse", program, "--gpu", "h100", "-o", str(tmp_path / "plan.json")]
     )

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from executor.cli.main import execute
 from tests.rehearsal.test_rehearsal import script
-from tracer.rehearsal.jobs import COMMUNICATOR_BYTES, GPUS, Job, job_of, launch_of
+from tracer.rehearsal.jobs import COMMUNICATOR_BYTES, GPUS, Job, jobs_of, launch_of
 from tracer.rehearsal.record import ELSEWHERE, Peaks, Rehearsal
 from tracer.rehearsal.run import rehearse
 from traces.devices import CONTEXT_BYTES, device
@@ -40,7 +40,7 @@ def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
     launch = launch_of(line.split(), distributed=False)
     assert launch is not None
     assert (launch.program, launch.arguments, launch.module) == ("train.py", ("--lr", "1"), False)
-    job, number = job_of(launch, None, None, None)
+    ((job, number),) = jobs_of(launch, (), (), None)
     assert job == Job(ranks=8, nodes=2)
     assert number == 0
     told = job.variables(6)
@@ -52,13 +52,13 @@ def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
     assert (launch.program, launch.module, launch.ranks) == ("a.b", True, 0)
     assert launch_of(["python", "train.py"], distributed=False) is None
     with pytest.raises(SpecError, match="--ranks"):
-        job_of(launch, None, None, None)
+        jobs_of(launch, (), (), None)
     wide = Job(ranks=16, nodes=16 // GPUS)
-    assert job_of(launch, 16, 3, None) == (wide, 3)
+    assert jobs_of(launch, (1, 16), (0,), None) == [(Job(ranks=1), 0), (wide, 0)]
     with pytest.raises(SpecError, match="there is no rank 8"):
-        job_of(None, 8, 8, None)
+        jobs_of(None, (8,), (8,), None)
     with pytest.raises(SpecError, match="evenly"):
-        job_of(None, 8, None, 3)
+        jobs_of(None, (8,), (), 3)
     with pytest.raises(SpecError, match="only a script runs as one of several ranks"):
         rehearse("bert-base", "h100", script=True, job=wide)
     with pytest.raises(SpecError, match="does not understand"):
@@ -204,14 +204,12 @@ def test_memory_of_a_gpu_that_is_another_rank_s_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_one_rank_takes_what_the_program_takes_alone(tmp_path: Path) -> None:
-    train, said = script(tmp_path, ALONE.replace("LATER", "")), []
-    for ranks in ("1", "16"):
-        words = ["rehearse", train, "--gpu", "h100", "--ranks", ranks, "--iterations", "2", "--json", "-q"]
-        done = CliRunner().invoke(execute, words)
-        assert done.exit_code == 0, (done.output, done.exception)
-        said.append(json.loads(done.stdout))
-    one, many = said
+def test_several_ranks_are_one_answer_and_one_rank_takes_what_the_program_takes_alone(tmp_path: Path) -> None:
+    train = script(tmp_path, ALONE.replace("LATER", ""))
+    words = ["rehearse", train, "--gpu", "h100", "--ranks", "1,16", "--iterations", "2", "--json", "-q"]
+    done = CliRunner().invoke(execute, words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    one, many = json.loads(done.stdout)["rehearsals"]
     assert one["steady"] == asdict(rehearse(train, "h100", iterations=2).steady)
     assert (one["ranks"], many["ranks"], many["rank"]) == (1, 16, 0)
     assert one["steady"] == many["steady"]

@@ -79,27 +79,32 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def job_of(
-    launch: Launch | None, ranks: int | None, rank: int | None, nodes: int | None
-) -> tuple[Job | None, int]:
-    """Return which rank of which job to rehearse; (None, 0) where there is no job.
+def jobs_of(
+    launch: Launch | None, ranks: Sequence[int], rank: Sequence[int], nodes: int | None
+) -> Sequence[tuple[Job | None, int]]:
+    """Return which rank of which job to rehearse, in turn; (None, 0) where there is no job.
 
     Raises:
         SpecError: they contradict each other, or nobody says how many ranks there are.
     """
-    if ranks is None and launch is None:
-        if rank is not None or nodes:
+    sizes = ranks or ((launch.ranks,) if launch else ())
+    if not sizes:
+        if rank or nodes:
             raise SpecError(
                 "--rank and --nodes belong to a distributed job; say with --ranks how many ranks it has."
             )
-        return None, 0
-    size = ranks or (launch.ranks if launch else 0)
-    if not size:
+        return [(None, 0)]
+    if 0 in sizes:
         raise SpecError("the line does not say how many ranks it starts; say it with --ranks.")
     given = nodes or (launch.nodes if launch and not ranks else 0)
-    job = Job(ranks=size, nodes=given or -(-size // GPUS), environment=launch.environment if launch else {})
-    job.variables(rank or 0)  # refuses what there is not
-    return job, rank or 0
+    made = [
+        Job(ranks=n, nodes=given or -(-n // GPUS), environment=launch.environment if launch else {})
+        for n in sizes
+    ]
+    pairs = [(job, number) for job in made for number in rank or (0,)]
+    for job, number in pairs:
+        job.variables(number)  # refuses what there is not
+    return pairs
 
 
 def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
