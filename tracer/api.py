@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
@@ -123,7 +123,7 @@ def trace(
     if entry.kind == "cuda" and device is None:
         tell(f"Rehearsing {name} on {entry.name} ...")
         request |= {"amp": amp, "seed": seed, **options}
-        for found in _rehearsed([request], objects, entry, tell):
+        if (found := _rehearsed(request, objects, entry, tell)) is not None:
             return found
     if isinstance(model, str):  # a rehearsal builds it where it runs, and this process needs no torch
         build = load_spec(model, given, seed=seed)
@@ -138,14 +138,14 @@ def trace(
 
 
 def _rehearsed(
-    requests: Sequence[Mapping[str, Any]], objects: Mapping[str, Any], gpu: Device, say: Callable[[str], None]
-) -> list[Trace]:
-    """The steps as torch's own CUDA code runs them on that GPU, which is not there; none where that cannot run here,
-    and `say` is told why, and how to get them."""
+    request: Mapping[str, Any], objects: Mapping[str, Any], gpu: Device, say: Callable[[str], None]
+) -> Trace | None:
+    """The step as torch's own CUDA code runs it on that GPU, which is not there; None where that cannot run here, and
+    `say` is told why, and how to get it."""
     from tracer.rehearsal.run import traced_on_null_driver
 
     try:
-        return traced_on_null_driver(requests, objects, gpu, say)
+        return traced_on_null_driver(request, objects, gpu, say)
     except EnvironmentProblem as error:
         require_torch()
         reason = str(error)
@@ -157,11 +157,11 @@ def _rehearsed(
             "--device cuda on the GPU."
         )
     say(f"approximate, by what ops return and a few rules: {reason}")
-    return []
+    return None
 
 
-def trace_there(folder: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """`trace` in a process on the null driver; traces are saved in the folder, where objects in hand may be."""
+def trace_there(folder: str, request: dict[str, Any]) -> dict[str, Any]:
+    """`trace` in a process on the null driver; the trace is saved in the folder, where objects in hand may be."""
     from inspect import unwrap
 
     from tracer.rehearsal.objects import load
@@ -172,63 +172,15 @@ def trace_there(folder: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
     place, said = Path(folder), []  # type: ignore[var-annotated]
     given = load(place / OBJECTS) if (place / OBJECTS).exists() else {}
-    for k, request in enumerate(requests):
-        try:
-            with initialisers_without_values():
-                record = unwrap(trace)(**given, **request, device="cuda", say=said.append)
-        except LowtideError:
-            raise
-        except Exception as error:
-            raise explained(error) from error
-        store.save(record, place / f"{TRACE}-{k}")
+    try:
+        with initialisers_without_values():
+            record = unwrap(trace)(**given, **request, device="cuda", say=said.append)
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise explained(error) from error
+    store.save(record, place / TRACE)
     return {"said": said}
-
-
-@one_at_a_time
-def trace_shapes(
-    model: str,
-    shapes: Sequence[Mapping[str, int]],
-    each: Callable[[int, Trace], None],
-    *,
-    optimizer: str | None = None,
-    target: str | None = None,
-    amp: str | None = None,
-    seed: int = 0,
-    say: Callable[[str], None] | None = None,
-    **options: Unpack[Options],
-) -> None:
-    """Record the step of a model at each of some shapes, a GPU's rehearsed where that can be, all others on fakes.
-
-    Args:
-        model: by its name, or "path/to/file.py:function".
-        shapes: options with their sizes, such as {"seq_len": 512}, in order.
-        each: told of each trace as it is made, by the place of its shape; a middle one comes first.
-        optimizer, target, amp, seed, say, options: as for `trace`.
-
-    Raises:
-        as `trace`, and SpecError: a size is given beside those of the shapes.
-    """
-    given = {**options, "optimizer": optimizer, "amp": amp}
-    for name in shapes[0]:
-        if given.get(name) is not None:
-            raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
-    with no_garbage():
-        entry = _entry(target, None)
-    if entry.kind == "cuda":
-        tell = say or (lambda text: None)
-        tell(f"Rehearsing {len(shapes)} shapes of {model} on {entry.name} ...")
-        around_all = {"model": model, "seed": seed, **given}
-        found = _rehearsed([{**around_all, **sizes} for sizes in shapes], {}, entry, tell)
-        for k, made in enumerate(found):
-            each(k, made)
-        if found:
-            return
-    with no_garbage():
-        from tracer.recording import record_shapes
-
-        builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
-    with left_as_found():
-        record_shapes(builds, entry, each)
 
 
 def _entry(target: str | None, device: str | None) -> Device:

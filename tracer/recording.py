@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,10 +10,7 @@ import torch
 from tracer.costs.cost import APPROXIMATE, NONE, Costs
 from tracer.measure.step import measure
 from tracer.measure.untouched import untouched_loop
-from tracer.record.one_graph import OneGraph
-from tracer.record.program import Program
 from tracer.record.step import trace_step
-from tracer.step.loop import TrainingStep
 from tracer.step.step import BuildStep
 from traces.devices import Device, board_of
 from traces.devices import device as device_entry
@@ -27,43 +24,20 @@ def silent(text: str) -> None:
     """Say nothing."""
 
 
-def record_fake(
-    build: BuildStep,
-    target: Device,
-    say: Say = silent,
-    *,
-    device: str = "cpu",
-    program: Callable[[TrainingStep], Program | None] = lambda step: None,
-) -> Trace:
+def record_fake(build: BuildStep, target: Device, say: Say = silent, *, device: str = "cpu") -> Trace:
     """A trace from fake tensors, its ops' costs by the roofline and a few rules.
 
     Args:
         target: whose costs.
         device: of the fake tensors; anything but "cpu" needs a build of torch for it.
-        program: what is known of a step's model already; None: it is captured.
     """
-    trace = trace_step(build, target, device=device, program=program).trace
+    trace = trace_step(build, target, device=device).trace
     counts = trace.meta.workspace
     say(
         f"Allocations inside the {sum(counts.values())} computing ops: {counts.get(APPROXIMATE, 0)} approximate, by a "
         f"few rules, {counts.get(NONE, 0)} by what they return alone."
     )
     return trace
-
-
-def record_shapes(builds: Sequence[BuildStep], target: Device, each: Callable[[int, Trace], None]) -> None:
-    """The traces of steps that differ in sizes alone: of one captured graph, where that is what capturing each comes
-    to.
-
-    Args:
-        builds: in order of size.
-        each: told of each trace as it is made, by its place among `builds`.
-    """
-
-    gpu = target if target.kind == "cuda" else None
-    graph, last = OneGraph(gpu), len(builds) - 1
-    for k in dict.fromkeys((last // 2, last, 0, *range(last))):
-        each(k, record_fake(builds[k], target, program=graph.program))
 
 
 def record_real(

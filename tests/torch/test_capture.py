@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.torch import small_nets
 from tests.torch.steps import build_of, program, recorded
-from tracer.capture.capture import Capturing
+from tracer.capture.capture import capture
 from tracer.capture.passes.dropout import _scale, dropout_mask
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program, is_random
@@ -231,7 +231,7 @@ def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     model = small_nets.Branching()
     parameters = {n: id(p) for n, p in model.named_parameters()}
     with pytest.raises(CaptureError):
-        Capturing()(model, (torch.randn(2, 4),), {}, lambda y: {id(y)})
+        capture(model, (torch.randn(2, 4),), {}, lambda y: {id(y)})
     assert {n: id(p) for n, p in model.named_parameters()} == parameters
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

@@ -41,7 +41,7 @@ from executor import apply_plan, unplanned
 from executor.graphs.graph import digest as _digest
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded
-from tracer.capture.capture import Capturing
+from tracer.capture.capture import capture
 from tracer.torch_api import FakeTensor, pytree
 from traces.errors import CaptureError, LowtideError, PlanError
 from traces.records.plan import Plan
@@ -1787,6 +1787,6 @@ def test_a_parameter_in_a_list_is_refused() -> None:
     m = Tensors()
     m.several[0].requires_grad_()
     with pytest.raises(CaptureError, match=r"shape \(8,\) that requires a gradient"):
-        Capturing()(m, (batch(),), {}, lambda out: {id(out)})
+        capture(m, (batch(),), {}, lambda out: {id(out)})
     m.several[0].requires_grad_(False)
-    assert Capturing()(m, (batch(),), {}, lambda out: {id(out)}).forward
+    assert capture(m, (batch(),), {}, lambda out: {id(out)}).forward

@@ -1,4 +1,4 @@
-"""Traces of many sizes: of one captured graph as of each one's own, and plans measured at lengths of every kind."""
+"""Traces of many sizes, and plans measured at lengths of every kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from click.testing import CliRunner
 
 import simulator.studies.shapes as study
-import tracer.capture.capture as capture_module
 from executor import apply_plan
 from simulator.bounds import Instants
 from simulator.cli.main import main as simulate_command
@@ -26,73 +25,17 @@ from tests.torch import small_nets
 from tests.torch.small_nets import Words, of_words
 from tests.torch.steps import plan_of, recompute_all
 from tests.torch.test_sizes import transformers
-from tracer.api import trace, trace_shapes
+from tracer.api import trace
 from tracer.cli.main import trace as trace_command
 from tracer.measure.probes import cpu_loop
 from tracer.step.loop import run_step
 from tracer.step.step import load_spec
-from traces.errors import SpecError
 from traces.records.trace import Trace
 from traces.shapes import Shapes, Sizes
 
 
 def over(model: str, shapes: Shapes, **options: Any) -> list[tuple[Sizes, Trace]]:
-    sizes, made = shapes.looked_at(), {}
-    trace_shapes(model, sizes, made.__setitem__, **options)
-    return [(s, made[k]) for k, s in enumerate(sizes)]
-
-
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The joint graphs that are made from now on."""
-    seen: list[Any] = []
-    inner = capture_module._joint
-
-    def counted(graph: Any, *given: Any, **asked: Any) -> Any:
-        seen.append(graph)
-        return inner(graph, *given, **asked)
-
-    monkeypatch.setattr(capture_module, "_joint", counted)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("model", "text", "options", "single"),
-    [
-        pytest.param("gpt2-tiny", "seq-len=2:17:3", {"batch_size": 3}, 3, marks=pytest.mark.slow),
-        ("gpt2-tiny", "seq-len=20:32:2", {"batch_size": 2, "target": "h100"}, 3),
-        pytest.param("gpt2-tiny", "seq-len=3:5,batch-size=2:4", {}, 3, marks=pytest.mark.slow),
-        pytest.param("resnet18", "batch-size=2:6", {"image_size": 32, "target": "a100-80"}, 3),
-        pytest.param("resnet18", "image-size=64:96:8", {"batch_size": 3}, 5, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.slow
-def test_one_captured_graph_gives_each_one_s_trace(
-    model: str, text: str, options: dict[str, Any], single: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the byte and to the nanosecond, in ops, storages, events and times."""
-    if model.startswith("gpt2"):
-        transformers()
-    seen = captures(monkeypatch)
-    found = over(model, Shapes.parse(text), **options)
-    assert len(seen) <= single
-    for sizes, one in found:
-        alone = trace(model, **options, **sizes)  # type: ignore[arg-type]
-        for name in (
-            "target",
-            "phase",
-            "time_ns",
-            "inputs",
-            "reads",
-            "writes",
-            "events",
-            "overwrites",
-            "flags",
-        ):
-            assert getattr(one.ops, name) == getattr(alone.ops, name), (sizes, name)
-        assert (one.storages.nbytes, one.storages.hold) == (alone.storages.nbytes, alone.storages.hold)
-        assert one.meta.options == alone.meta.options
-        assert one.meta.fingerprint == alone.meta.fingerprint
-        assert one.meta.structure_fingerprint == alone.meta.structure_fingerprint
+    return [(sizes, trace(model, **options, **sizes)) for sizes in shapes.looked_at()]
 
 
 class Deciding(torch.nn.Module):
@@ -150,11 +93,6 @@ def test_a_length_of_one_has_another_graph() -> None:
     assert runs == [SAVED, *[PLAN] * 3]
 
 
-def test_a_size_that_the_shapes_say_already() -> None:
-    with pytest.raises(SpecError, match="--seq-len: the shapes say this already"):
-        trace_shapes("gpt2-tiny", [{"seq_len": 4}], lambda k, t: None, seq_len=8)
-
-
 @pytest.mark.usefixtures("by_rules")
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`simulate --shapes` uses what `trace --shapes` made, and runs no file that a trace names."""
@@ -162,6 +100,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, words = CliRunner().invoke, ["--batch-size", "2", "--target", "h100", "-q"]
     shapes = ["--shapes", "seq-len=7:9:2"]
     assert "leave --device out" in run(trace_command, [HERE, *shapes, "--device", "cpu"]).output
+    assert "the shapes say this already" in run(trace_command, [HERE, *shapes, "--seq-len", "8"]).output
     assert run(trace_command, [HERE, "--seq-len", "9", "-o", "t", *words]).exit_code == 0
     refused = run(simulate_command, ["t", *shapes])
     assert refused.exit_code == 2
@@ -249,8 +188,6 @@ def test_two_hundred_random_lengths_take_what_is_predicted_of_each() -> None:
     assert max(peaks) <= budget
 
 
-# The file itself is run anew for each size; dynamo's guards let a graph serve all of them if the model's class is
-# imported from another.
 def inside(batch_size: int, seq_len: int) -> Any:
     model, (ids, targets) = Words(), torch.randint(0, 600, (2, batch_size, seq_len))
     return model, {"ids": ids, "targets": targets}, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -262,11 +199,8 @@ def outside(batch_size: int, seq_len: int) -> Any:
 
 
 @pytest.mark.parametrize(("loss", "options"), [(inside, {}), (outside, {"join_loss": True})])
-def test_a_loss_head_runs_in_tiles_at_every_length(
-    loss: Any, options: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Down to where the logits are small beside the weights; most are of one captured graph, and none is refused."""
-    seen = captures(monkeypatch)
+def test_a_loss_head_runs_in_tiles_at_every_length(loss: Any, options: Any) -> None:
+    """Down to where the logits are small beside the weights."""
     given, peaks, predicted, budget = trained(
         f"{__file__}:{loss.__name__}",
         "seq-len=2:98:12",
@@ -275,7 +209,6 @@ def test_a_loss_head_runs_in_tiles_at_every_length(
         batch_size=1,
         **options,
     )
-    assert len(seen) <= 3  # one alone, one with symbols, and one alone beside its first
     assert len(set(given)) == len(predicted) == 9
     assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []
     assert max(peaks) <= budget

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sympy import Integer  # type: ignore[import-untyped]
 from torch import fx, nn
 
 from tracer.capture.attention import gpu_attention
@@ -17,7 +15,6 @@ from tracer.capture.captured import At, Captured
 from tracer.capture.compiling import by_dynamo, calling, compile_joint, differentiable, kind_of, output_values
 from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, Joint, joint_of
 from tracer.capture.refusals import check_capturable, check_graph, from_dynamo, refusal
-from tracer.capture.sizes import Known, number
 from tracer.precision.policy import OFF, Autocast
 from tracer.step.user_errors import explain, without_torch_log
 from tracer.torch_api import TracingContext, no_garbage, one_at_a_time, pytree, tracing
@@ -27,112 +24,79 @@ from traces.errors import CaptureError
 Wanted = Callable[[Any], Collection[int]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Graph:
-    """A graph that dynamo gave to its backend, and the call that runs it now."""
+    """A graph that dynamo gave to its backend."""
 
     module: fx.GraphModule
     examples: Sequence[Any]
     context: Any
-    made: list[Any]  # the values of its outputs
-    sizes: list[tuple[int, Any]]  # its inputs that are symbols, by place
-    joint: Joint | None = None
-    known: Known = field(default_factory=dict)  # sizes in the call
-    outputs: list[Any] = field(default_factory=list)  # what stands for the outputs in it
-
-    def begin(self, values: Sequence[Any]) -> list[Any]:
-        """A call of these inputs."""
-        self.known = {x.node.expr: Integer(values[k]) for k, x in self.sizes}
-        self.outputs = [_like(x, self.known) for x in self.made]
-        return self.outputs
+    outputs: list[Any]  # what stands for its outputs
 
 
 class _Read(Exception):
     """The joint graph is read; nothing of it is compiled."""
 
 
-class Capturing:
-    """Captures calls of models that differ in the sizes of their arguments alone; one graph serves as many as dynamo's
-    guards allow. `many`: from the second call on sizes that vary are symbols; without, each call has its own graph."""
+@one_at_a_time
+@no_garbage()
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    wanted: Wanted,
+    target: Device | None = None,
+    autocast: Autocast = OFF,
+) -> Captured:
+    """Capture `model.forward(*args, **kwargs)` and its backward, as a planned step has them.
 
-    def __init__(self, *, many: bool = False) -> None:
-        self.run = by_dynamo(self._backend, dynamic=None if many else False)
-        self.graphs: list[_Graph] = []
-        self.called: _Graph | None = None
+    Args:
+        model: in training mode, of fake parameters.
+        args, kwargs: fake arguments; tensors anywhere inside become graph inputs, all else is baked in.
+        wanted: given what the model returns, on tensors that stand for its outputs, the ids of those that the loss
+            differentiates.
+        target: the GPU whose ops are wanted of a model on the CPU; None: those of the model's own device.
+        autocast: under which the model runs; its casts become ops of the graph.
 
-    def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Any]]:
+    Raises:
+        CaptureError: the model does something that a static graph cannot hold; names the user's line.
+    """
+    check_capturable(model)
+    own = _own(model, args, kwargs)  # before forward gives the model other buffers
+    on_gpu = gpu_attention() if target is not None else contextlib.nullcontext()
+    graphs: list[_Graph] = []
+
+    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Any]]:
         check_graph(module)
-        holders = enumerate(n.meta.get("example_value") for n in module.graph.find_nodes(op="placeholder"))
-        sizes = [(k, x) for k, x in holders if isinstance(x, torch.SymInt)]
-        self.graphs.append(_Graph(module, examples, TracingContext.get(), output_values(module), sizes))
-        me, number = weakref.ref(self), len(self.graphs) - 1  # what dynamo keeps holds no graph
+        outputs = [_like(x) for x in output_values(module)]
+        graphs.append(_Graph(module, examples, TracingContext.get(), outputs))
+        return torch.compiler.disable(lambda *_: outputs)
 
-        def call(*values: Any) -> list[Any]:
-            capturing = me()
-            assert capturing is not None
-            capturing.called = capturing.graphs[number]
-            return capturing.called.begin(values)
-
-        return torch.compiler.disable(call)
-
-    @one_at_a_time
-    @no_garbage()
-    def __call__(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        wanted: Wanted,
-        target: Device | None = None,
-        autocast: Autocast = OFF,
-    ) -> Captured:
-        """Capture `model.forward(*args, **kwargs)` and its backward, as a planned step has them.
-
-        Args:
-            model: in training mode, of fake parameters.
-            args, kwargs: fake arguments; tensors anywhere inside become graph inputs, all else is baked in.
-            wanted: given what the model returns, on tensors that stand for its outputs, the ids of those that the
-                loss differentiates; asked once for a graph.
-            target: the GPU whose ops are wanted of a model on the CPU; None: those of the model's own device.
-            autocast: under which the model runs; its casts become ops of the graph.
-
-        Raises:
-            CaptureError: the model does something that a static graph cannot hold; names the user's line.
-        """
-        check_capturable(model)
-        self.called = None
-        own = _own(model, args, kwargs)  # before forward gives the model other buffers
-        on_gpu = gpu_attention() if target is not None else contextlib.nullcontext()
-        try:
-            with autocast.region(), calling(model, kwargs), without_torch_log():
-                returned = self.run(model.forward, tuple(args), kwargs)
-            if self.called is None:
-                raise CaptureError(
-                    f"{type(model).__name__}: forward runs no op, so there is nothing to plan."
-                )
-            graph = self.called
-            differentiated = wanted(returned)
-            if graph.joint is None:
-                with on_gpu, autocast.region(), tracing(graph.context), without_torch_log():
-                    graph.joint = _joint(graph, own, differentiated, as_on_gpu=target is not None)
-        except Exception as error:
-            if not from_dynamo(error):
-                raise explain(error, model) from error
-            raise refusal(model, error) from error
-        flat, spec = pytree.tree_flatten(returned)
-        joint = graph.joint
-        place = {id(x): joint.outputs[p] for k, p in joint.returned.items() for x in [graph.outputs[k]]}
-        template = tuple(_based(joint.captured, place.get(id(x), x), id(x) in differentiated) for x in flat)
-        return replace(
-            joint.captured,
-            output_spec=spec,
-            output_template=template,
-            differentiated=tuple(
-                x.number for x in differentiable(graph.module) if id(graph.outputs[x.place]) in differentiated
-            ),
-            target=target,
-            known=graph.known,
-        )
+    try:
+        with autocast.region(), calling(model, kwargs), without_torch_log():
+            returned = by_dynamo(backend)(model.forward, tuple(args), kwargs)
+        if not graphs:
+            raise CaptureError(f"{type(model).__name__}: forward runs no op, so there is nothing to plan.")
+        (graph,) = graphs
+        differentiated = wanted(returned)
+        with on_gpu, autocast.region(), tracing(graph.context), without_torch_log():
+            joint = _joint(graph, own, differentiated, as_on_gpu=target is not None)
+    except Exception as error:
+        if not from_dynamo(error):
+            raise explain(error, model) from error
+        raise refusal(model, error) from error
+    flat, spec = pytree.tree_flatten(returned)
+    place = {id(graph.outputs[k]): joint.outputs[p] for k, p in joint.returned.items()}
+    template = tuple(_based(joint.captured, place.get(id(x), x), id(x) in differentiated) for x in flat)
+    return replace(
+        joint.captured,
+        output_spec=spec,
+        output_template=template,
+        differentiated=tuple(
+            x.number for x in differentiable(graph.module) if id(graph.outputs[x.place]) in differentiated
+        ),
+        target=target,
+    )
 
 
 def _own(
@@ -212,12 +176,9 @@ def _based(captured: Captured, leaf: Any, differentiated: bool) -> Any:
     )
 
 
-def _like(x: Any, known: Known) -> Any:
+def _like(x: Any) -> Any:
     """Return what stands for an output; a loss can be computed of a tensor, and differentiated."""
-    if isinstance(x, torch.SymInt):
-        return number(x, known)
     if not isinstance(x, torch.Tensor):
         return x
-    shape, stride = ([number(n, known) for n in ns] for ns in (x.shape, x.stride()))
-    made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     return made.requires_grad_(x.requires_grad)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +123,14 @@ def record_shapes(
     places = [where / label(s) for s in sizes]
     for place in places:
         store.check_place(place, force=force)
-    del options["warmup"], options["rounds"]
-    done = count(1)
-
-    def each(k: int, record: Any) -> None:
-        store.save(record, places[k], force=force)
-        out.say(f"{next(done)} of {len(sizes)}: {in_words(sizes[k])}")
-
-    with stdout_free(out.as_json):
-        unwrap(api.trace_shapes)(model, sizes, each, say=out.say, **options)
+    for name in sizes[0]:
+        if options[name] is not None:
+            raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
+    for k, (shape, place) in enumerate(zip(sizes, places, strict=True), start=1):
+        out.say(f"{k} of {len(sizes)}: {in_words(shape)}")
+        with stdout_free(out.as_json):
+            record = unwrap(api.trace)(model, **{**options, **shape})
+        store.save(record, place, force=force)
     told = {"traces": [str(p) for p in places], "shapes": asked.count, "seconds": time.perf_counter() - begin}
     out.show(lambda: told, lambda: f"{where}: traces of {len(sizes)} of {asked.count:,} shapes")
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tracer.capture.capture import Capturing
+from tracer.capture.capture import capture
 from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
 from tracer.costs.cost import Costs
@@ -69,14 +69,11 @@ def differentiated(step: TrainingStep, returned: Any) -> set[int]:
     return {id(x) for x in could if x.grad is not None}
 
 
-def capture_step(
-    step: TrainingStep, target: Device | None = None, capturing: Capturing | None = None
-) -> Captured:
+def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
     """Capture the model of a training step, with the outputs that its loss differentiates.
 
     Args:
         target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
-        capturing: what captured steps of other sizes.
     """
     check_step(step)
 
@@ -91,8 +88,7 @@ def capture_step(
                 )
         return differentiated(step, returned)
 
-    capturing = capturing or Capturing()
-    return capturing(step.model, step.args, step.kwargs, wanted, target, step.autocast)
+    return capture(step.model, step.args, step.kwargs, wanted, target, step.autocast)
 
 
 @no_garbage()
@@ -102,7 +98,6 @@ def trace_step(
     *,
     device: str = "cpu",
     costs: Costs | None = None,
-    program: Callable[[TrainingStep], Program | None] = lambda step: None,
 ) -> Draft:
     """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
 
@@ -110,7 +105,6 @@ def trace_step(
         target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are the
             CPU's, but for attention.
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
-        program: what is known of the step's model already; None: it is captured.
 
     Raises:
         CaptureError, SpecError: the step cannot be built or captured.
@@ -120,7 +114,7 @@ def trace_step(
     with fake_mode() as mode:
         # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
-        made = program(step) or program_of(capture_step(step, target if as_gpu else None))
+        made = program_of(capture_step(step, target if as_gpu else None))
         kind = target.kind if as_gpu else device.partition(":")[0]
         return assemble(step, made, mode, target, header(step, made, build, kind, target), costs)
 

@@ -211,13 +211,13 @@ def run_on_null_driver(
 
 
 def traced_on_null_driver(
-    requests: Sequence[Mapping[str, Any]], objects: Any, gpu: Device, say: Callable[[str], None]
-) -> list[Trace]:
-    """Return what `tracer.trace` records of steps with `device="cuda"` in a fresh process that finds that GPU, with as
+    request: Mapping[str, Any], objects: Any, gpu: Device, say: Callable[[str], None]
+) -> Trace:
+    """Return what `tracer.trace` records of a step with `device="cuda"` in a fresh process that finds that GPU, with as
     much memory as it takes.
 
     Args:
-        requests: arguments of `tracer.trace` for each step, all of them JSON.
+        request: arguments of `tracer.trace`, all of them JSON.
         objects: further ones, by name, that are in hand.
         say: told what the other process has to say.
 
@@ -235,13 +235,13 @@ def traced_on_null_driver(
             save(objects, folder / OBJECTS)
         answer = run_fresh(
             "tracer.api:trace_there",
-            {"folder": name, "requests": [dict(request) for request in requests]},
+            {"folder": name, "request": dict(request)},
             what=f"rehearsed the step on {gpu.name}",
             overriding={**driver, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
         for line in answer["said"]:
             say(line)
-        return [store.load(folder / f"{TRACE}-{k}") for k in range(len(requests))]
+        return store.load(folder / TRACE)
 
 
 def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "") -> int:
