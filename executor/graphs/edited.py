@@ -47,7 +47,7 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     found, base = found_in(program), program.trace()
     recorded = tuple(x.record(program, range(len(program.ops))) for x in found)
     editing = edited(Editing(replace(base, meta=replace(base.meta, stretches=recorded))), rewrites)
-    made = program_of(_Building(program, editing, found).captured(), program.shares)
+    made = program_of(_Building(program, editing, found).captured())
     if made.fingerprint() != editing.trace().meta.graph_fingerprint:
         raise PlanError("the rewritten step is not the one that was simulated; please report this.")
     return made

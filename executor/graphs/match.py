@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -16,18 +15,16 @@ from executor.matching import check_kind
 from simulator.core.problem import Problem
 from tracer.capture.compiling import Could
 from tracer.record.program import Program
-from tracer.record.sketch import ops_of
 from traces.errors import PlanError
 from traces.records.plan import Action, Plan
-from traces.records.trace import TraceMeta
+from traces.records.trace import ALIAS, SLICE, TraceMeta
 
 HINT: Final = ', or apply the plan with on_mismatch="replan" or "eager".'
-FEW: Final = 4  # differences of one kind that are named
 # What of a sketch decides a graph: its key, and the word for what is in it.
 TOLD: Final = {
     "arguments": "argument",
-    "frozen": "frozen (requires_grad is off)",
-    "evaluated": "in evaluation mode",
+    "frozen": "frozen parameters (requires_grad is off)",
+    "evaluated": "modules in evaluation mode",
     "dtypes": "parameters of type",
 }
 
@@ -86,8 +83,11 @@ def _by_plan(program: Program, plan: Plan) -> Fitted:
 
 
 def _fits(program: Program, meta: TraceMeta) -> bool:
-    planned = [target for target, _ in ops_of(meta.sketch)]
-    return program.fingerprint(sizes=False, named_as=planned) == meta.structure_fingerprint
+    targets, aliases = [row.target for row in program.rows], meta.sketch.get("aliases")
+    if aliases is not None:  # slices that take all are named as in the plan
+        planned = (ALIAS if k in aliases else SLICE for k in range(len(targets)))
+        targets = [p if t in (ALIAS, SLICE) else t for t, p in zip(targets, planned, strict=True)]
+    return program.fingerprint(sizes=False, named_as=targets) == meta.structure_fingerprint
 
 
 def program_actions(plan: Plan, program: Program, more: int = 0) -> tuple[Action, ...]:
@@ -123,7 +123,7 @@ def describe(meta: TraceMeta) -> str:
 def _another_graph(meta: TraceMeta, now: dict[str, Any], structure: str, device: str) -> PlanError:
     """The error for a call whose graph is not the plan's; `now`: the call's sketch and `amp`, or {}, unknown."""
     told = "; ".join(_causes(meta, now, device)) or (
-        f"its structure is {meta.structure_fingerprint}, and here {structure}"
+        f"its ops are others (structure {meta.structure_fingerprint}, and here {structure})"
     )
     return PlanError(
         f"the plan was made for another graph ({describe(meta)}): {told}. Call the model as it was traced, or trace "
@@ -140,24 +140,21 @@ def _causes(meta: TraceMeta, now: dict[str, Any], device: str) -> Iterator[str]:
     }
     yield from (f"{what} was {a or 'off'} and is {b or 'off'}" for what, (a, b) in around.items() if a != b)
     then = meta.sketch
-    if not now or then.keys() < now.keys() - {"amp"}:
+    if not now or "aliases" not in then:
         return  # nothing to compare
     for key, word in TOLD.items():
         a, b = _names(then, key), _names(now, key)
         for names, verb in ((b - a, "new"), (a - b, "gone")):
             if names:
-                yield f"{word}: {', '.join(sorted(names)[:FEW])} {verb}"
+                yield f"{word}: {', '.join(sorted(names))} {verb}"
     if then["shares"] != now["shares"]:
         yield "arguments share memory otherwise"
-    ops = enumerate(zip_longest(ops_of(then), ops_of(now), fillvalue=("no op", "it")))
-    for k, (was, here) in [(k, pair) for k, pair in ops if pair[0] != pair[1]][:1]:
-        yield f"op {k} was {was[0]} in {was[1] or 'the model'} and is {here[0]} in {here[1] or 'the model'}"
 
 
 def _names(sketch: dict[str, Any], key: str) -> set[str]:
     """What is in a sketch under a key, in words; arguments without their sizes, but for those of one."""
     if key != "arguments":
-        return {name or "the whole model" for name in sketch[key]}
+        return set(sketch[key]) if key == "dtypes" else {str(sketch[key])}
     number = re.compile(r"\d+(?=[,\]])")
     return {f"{name} ({number.sub(lambda n: '1' if n[0] == '1' else 'n', x)})" for name, x in sketch[key]}
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
 import json
 import warnings
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from torch.nn import functional
 
 import executor.backend as module_module
 import tracer.capture.capture as capture_module
-import tracer.record.sketch as sketches
 from executor import apply_plan, fit, remove_plan, unplanned
 from executor.frameworks.first_batch import FirstBatchCallback
 from simulator.core.problem import Problem
@@ -425,18 +422,18 @@ MISMATCHES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], An
     "frozen": (
         lambda m: m.embed.requires_grad_(False),
         ordinary,
-        r"frozen \(requires_grad is off\): embed new",
+        r"frozen parameters \(requires_grad is off\): 1 new; .* 0 gone",
     ),
     "a module in evaluation mode": (
         lambda m: m.body.eval(),
         ordinary,
-        "in evaluation mode: body new",
+        "modules in evaluation mode: 5 new; .* 0 gone",
     ),
     "a dtype": (lambda m: m.double(), ordinary, "parameters of type: float64 new; parameters of type: float32 gone"),
     "an op": (
         lambda m: m.body.__setitem__(3, nn.GELU()),
         ordinary,
-        r"op \d+ was aten.relu.default in body.3 and is aten.gelu.default in body.3",
+        r"its ops are others \(structure \w+, and here \w+\)",
     ),
 }  # fmt: skip
 
@@ -477,21 +474,11 @@ def test_two_arguments_share_memory_as_they_did(traced_shared: bool, called_shar
     assert {c.fit for c in compiled(planned)} <= {"exact", "resized"}
 
 
-def test_a_sketch_that_unpacks_to_more_than_any_step_is_not_unpacked() -> None:
-    packed = base64.b85encode(zlib.compress(b"a b\n" * (sketches.LARGEST // 2), 9)).decode()
-    assert len(packed) < 1 << 18
-    assert sketches.ops_of({"ops": packed}) == []
-    assert sketches.ops_of({"ops": base64.b85encode(zlib.compress(b"a b\nc d")).decode()}) == [
-        ("a", "b"),
-        ("c", "d"),
-    ]
-
-
 def test_a_plan_without_a_sketch_says_less() -> None:
     plan = plan_of_heads()
     old = Plan.from_json(json.loads(json.dumps(replace(plan, meta=replace(plan.meta, sketch={})).to_json())))
     assert "sketch" not in old.to_json()["trace"]
     assert plan.to_json()["trace"]["sketch"]["parameters"][0] == 7
     planned = apply_plan(Heads(), old)
-    with pytest.raises(PlanError, match=r"made for another graph.*its structure is"):
+    with pytest.raises(PlanError, match=r"made for another graph.*its ops are others"):
         call_with(weight=torch.ones(3))(planned)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from tracer.precision.policy import without_autocast
 from tracer.record.rows import (
     op_row,
     overwritten,
-    shared_groups,
     storage_key,
     storage_row,
     tables_of,
@@ -52,7 +51,6 @@ from traces.records.trace import (
     VIEW,
     Trace,
     TraceMeta,
-    as_named,
     fingerprint,
 )
 
@@ -86,7 +84,6 @@ class Program:
     output_storages: tuple[int, ...]  # of the model's tensor outputs
     tangent_storages: tuple[int, ...]
     gradient_storages: tuple[int, ...]  # of parameters and arguments
-    shares: tuple[tuple[int, ...], ...]  # numbers of tensor arguments that share a storage
     known: Known | None = None  # of a graph for many sizes, those that these are at
 
     def val(self, n: fx.Node) -> torch.Tensor:
@@ -114,21 +111,16 @@ class Program:
         return tuple(i if i >= 0 else len(self.ops) for i in places)
 
     def fingerprint(self, *, sizes: bool = True, named_as: Sequence[str] = ()) -> str:
-        """The digest of the graph that plans are matched by; `named_as`: another's targets (`trace.as_named`)."""
+        """The digest of the graph that plans are matched by; `named_as`: the names that its ops are to have."""
         ops, storages = tables_of(self.rows, self.storages)
-        ops = replace(ops, target=as_named(ops.target, named_as))
+        ops = replace(ops, target=tuple(named_as)) if named_as else ops
         return fingerprint(ops, storages, sizes=sizes, eager=False)
 
 
 @no_garbage()
-def program_of(captured: Captured, shares: Iterable[Iterable[int]] | None = None) -> Program:
-    """Run the graph on fake tensors and note what it does to storages.
-
-    Args:
-        shares: which tensor arguments are to count as sharing a storage, by their numbers; None: those that did when
-            it was captured. Which do decides no op of the graph, but what storages there are.
-    """
-    run = _Run(captured, shares)
+def program_of(captured: Captured) -> Program:
+    """Run the graph on fake tensors and note what it does to storages."""
+    run = _Run(captured)
     run.placeholders()
     run.constants()
     # The buffers that the step overwrites.
@@ -158,7 +150,6 @@ def program_of(captured: Captured, shares: Iterable[Iterable[int]] | None = None
         output_storages=outputs,
         tangent_storages=tuple(run.tangents),
         gradient_storages=tuple(dict.fromkeys(storage_of[g][0] for g in grads)),
-        shares=shared_groups(s for _, s in sorted(run.arguments.items())),
         known=captured.known or None,
     )
 
@@ -166,12 +157,8 @@ def program_of(captured: Captured, shares: Iterable[Iterable[int]] | None = None
 class _Run:
     """One run of a captured graph on fake tensors: the value of every node, and the rows of ops and storages."""
 
-    def __init__(self, captured: Captured, shares: Iterable[Iterable[int]] | None) -> None:
+    def __init__(self, captured: Captured) -> None:
         self.captured, self.known = captured, captured.known or None
-        # By the number of a tensor argument: the first that shares its storage.
-        self.first_of = (
-            None if shares is None else {k: min(group) for group in map(list, shares) for k in group}
-        )
         nodes = captured.graph_module.graph.nodes
         vals = (n.meta.get("val") for n in reversed(nodes))  # what no op reads is of another mode
         known = next((x.fake_mode for x in vals if isinstance(x, FakeTensor)), None)
@@ -182,7 +169,6 @@ class _Run:
         self.rows: list[OpRow] = []
         self.storages: list[StorageRow] = []
         self.tangents: list[int] = []
-        self.arguments: dict[int, int] = {}  # number of a tensor argument -> its storage
         self._ids: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # keeps every fake storage, so that no address is used twice
         self._op_of: dict[fx.Node, int] = {}
@@ -208,33 +194,15 @@ class _Run:
                 name = f"argument {desc.idx}"
             else:
                 name = desc.target
-            if category == INPUT and self.first_of is not None:
-                x = self._apart(x)
-                first = self.first_of.get(desc.idx, desc.idx)
-                if first in self.arguments:
-                    self._ids[storage_key(x)] = self.arguments[first]
             self.env[n] = x
             s = self._id(x, storage_row(x, name, category))
             self.storage_of[n] = (s,)
-            if category == INPUT:
-                self.arguments[desc.idx] = s
-            elif category == GRADIENT:
+            if category == GRADIENT:
                 self.tangents.append(s)
         for n in self.captured.numbers:
             assert self.known is not None
             self.env[n] = self.numbers[n] = number(n.meta["val"], self.known)
             self.storage_of[n] = ()
-
-    def _apart(self, x: torch.Tensor) -> torch.Tensor:
-        """An argument with a storage that no other shares."""
-        if self._ids.get(storage_key(x)) not in self.arguments.values():
-            return x
-        with self.mode:
-            x = torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
-            )
-        self._alive.append(x)
-        return x
 
     def constants(self) -> None:
         for n in self.captured.graph_module.graph.nodes:
