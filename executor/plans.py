@@ -185,7 +185,7 @@ def verify(
     if model is None or isinstance(model, str):
         build = load_spec(model or plan.meta.model, options, seed=plan.meta.seed)
     else:
-        build = in_hand(model, batch, loss, optimizer, None, {}, options, plan.meta.seed)
+        build = in_hand(model, batch, loss, optimizer, {}, options, plan.meta.seed)
     with left_as_found():
         return compare(build, plan, device, steps)
 

@@ -47,7 +47,7 @@ class _Side:
         assert p.grad is not None
         self.taken[name] = p.grad.clone()
 
-    def run(self) -> torch.Tensor | None:
+    def run(self) -> torch.Tensor:
         self.rng.set()
         loss = run_step(self.step, self.model, self.step.optimizer)
         self.rng = Random.now(self.device)
@@ -166,10 +166,8 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
     losses = []
     for k in range(steps):
         left, right = a.run(), b.run()
-        pairs = []
-        if left is not None and right is not None:
-            losses.append(float(left.detach()))
-            pairs = [("loss", "", left.detach(), right.detach())]
+        losses.append(float(left.detach()))
+        pairs = [("loss", "", left.detach(), right.detach())]
         mine, theirs = dict(a.tensors()), dict(b.tensors())
         # What only one side has, such as the optimizer's state of a parameter, is a difference too.
         pairs += [(*key, mine.get(key), theirs.get(key)) for key in {**mine, **theirs}]

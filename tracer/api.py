@@ -52,7 +52,6 @@ def trace(
     target: str | None = None,
     device: str | None = None,
     amp: str | None = None,
-    scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     rounds: int = 5,
     warmup: int = 2,
@@ -82,7 +81,6 @@ def trace(
         device: "cpu" or "cuda" (of several GPUs "cuda:1"): run the step there and measure it, instead of `target`. Of
             a module, this takes its memory once more.
         amp: autocast model and loss to "bfloat16" or "float16" (with a gradient scaler).
-        scaler: of a module, the scaler of float16; None: one with torch's settings.
         seed: of Python's and torch's random generators while the step is built and measured.
         rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
         say: told what happens, a line each time.
@@ -106,7 +104,7 @@ def trace(
     with no_garbage():
         entry = _entry(target, device)
     if isinstance(model, str):
-        if batch is not None or loss is not None or scaler is not None:
+        if batch is not None or loss is not None:
             raise SpecError(
                 f"{model} brings its own batch and loss; give batch and loss with a model in hand."
             )
@@ -117,9 +115,9 @@ def trace(
         request: dict[str, Any] = {"model": model, "optimizer": optimizer}
     else:
         around = {"amp": amp, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
-        build = in_hand(model, batch, loss, optimizer, scaler, options, around, seed)
+        build = in_hand(model, batch, loss, optimizer, options, around, seed)
         name, request = build.model, {}
-        objects = {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer, "scaler": scaler}
+        objects = {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer}
     if entry.kind == "cuda" and device is None:
         tell(f"Rehearsing {name} on {entry.name} ...")
         request |= {"amp": amp, "seed": seed, **options}
@@ -201,7 +199,6 @@ def in_hand(
     batch: Any,
     loss: Any,
     optimizer: Any,
-    scaler: Any,
     options: Options,
     around: dict[str, Any],
     seed: int,
@@ -228,7 +225,7 @@ def in_hand(
     check_capturable(model)
     chosen = parse_around(around)
     released = chosen.get("release_gradients", False)
-    held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, scaler=scaler, released=released)
+    held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, released=released)
     return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
 
 

@@ -37,7 +37,6 @@ def fit(
     budget: str | int,
     budget_of: str | None = None,
     amp: str | None = None,
-    scaler: torch.amp.GradScaler | None = None,
     release_gradients: bool = False,
     allow: str = "bit",
     levers: Sequence[str] | None = None,
@@ -52,7 +51,7 @@ def fit(
     Nothing runs: the step is captured on fake tensors and planned. The first call in training compiles it by the plan.
 
     Args:
-        model, batch, loss, optimizer, scaler: the training step, as `tracer.trace` takes it. A model in evaluation mode
+        model, batch, loss, optimizer: the training step, as `tracer.trace` takes it. A model in evaluation mode
             is put into training mode.
         budget: bytes, a size such as "8GiB", or a share of the step's own peak such as "60%".
         budget_of: "allocated" or "reserved" memory; None: reserved on CUDA, under the allocator's settings of this
@@ -97,7 +96,6 @@ def fit(
         budget=budget,
         budget_of=budget_of,
         amp=amp,
-        scaler=scaler,
         loop={"release_gradients": release_gradients or None},
         allow=allow,
         levers=levers,
@@ -117,7 +115,6 @@ def plan_step(
     budget: str | int,
     budget_of: str | None = None,
     amp: str | None = None,
-    scaler: torch.amp.GradScaler | None = None,
     loop: Mapping[str, Any],
     allow: str = "bit",
     levers: Sequence[str] | None = None,
@@ -136,7 +133,7 @@ def plan_step(
     if not model.training:
         model.train()
     options = {**loop, "amp": (ambient(where.type).dtype if amp is None else amp) or None}
-    step, on_gpu = in_hand(model, batch, loss, optimizer, scaler, {}, options, 0), where.type == "cuda"
+    step, on_gpu = in_hand(model, batch, loss, optimizer, {}, options, 0), where.type == "cuda"
     name = torch.cuda.get_device_name(where) if on_gpu else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found():

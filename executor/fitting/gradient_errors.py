@@ -47,10 +47,6 @@ class _Step:
 
     def __init__(self, build: BuildStep, device: str) -> None:
         step = build(device)
-        if step.own is not None:
-            raise SpecError(
-                f"{step.name}: of an iteration of one's own the gradient's error is not measured."
-            )
         loop = replace(step.loop, release_gradients=False, zero_grad=BEFORE)
         self.step = replace(step, optimizer=None, loop=loop)
         self.rng = Random.now(device)

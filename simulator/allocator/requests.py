@@ -31,7 +31,6 @@ from traces.records.trace import (
     that_stay,
 )
 
-OWN_LOOP: Final = "step()"  # the user's own, of which only the untouched requests say what it does
 MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all further ones ask the same
 
 
@@ -101,14 +100,8 @@ def recorded(problem: Problem, schedule: Schedule, make: Callable[..., Recorder]
 
 def _parts_of(trace: Trace) -> tuple[int, bool]:
     """Return of how many parts an iteration is whose gradients add up, and whether these stay for the next."""
-    options, of = trace.meta.options, trace.untouched
+    options = trace.meta.options
     parts, stay = options.get("accumulate", 1), options.get("zero_grad") in ("keep", "none")
-    if trace.meta.loop == OWN_LOOP and GRADIENT in trace.storages.category and of.block:
-        rows = list(zip(of.block, of.nbytes, of.once, of.phase, strict=True))
-        phases = [phase for _, _, once, phase in rows if once != FIRST]
-        parts = sum(p == FORWARD and (not k or phases[k - 1] != p) for k, p in enumerate(phases))
-        back = {~block for block, n, _, _ in rows if not n}
-        stay = any(b >= 0 and once == FIRST and p == BACKWARD and b not in back for b, _, once, p in rows)
     return min(parts, MOST_PARTS), stay
 
 

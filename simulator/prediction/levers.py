@@ -263,6 +263,5 @@ def _helpful(problem: Problem, budget_bytes: int, levers: Levers) -> str:
         return ""
     return (
         "The trace names nothing that could run in tiles. Where you expect something: an older trace does not say it, "
-        "so trace again; a loss is found where forward computes it, or with --join-loss in a loss function; in a "
-        "step() of your own it is not."
+        "so trace again; a loss is found where forward computes it, or with --join-loss in a loss function."
     )

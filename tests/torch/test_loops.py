@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
+
 from torch import nn
 from torch.nn import functional
 
@@ -20,9 +21,8 @@ from tracer import trace
 from tracer.recording import record_fake, record_real
 from tracer.step.loop_options import parse_around
 from tracer.step.step import BuildStep, load_spec
-from tracer.step.user_step import move_averages
 from traces.devices import device
-from traces.errors import LowtideError, SpecError
+from traces.errors import SpecError
 from traces.records.trace import GRADIENT, Trace
 
 CPU = device("cpu")
@@ -163,119 +163,6 @@ def test_a_loop_around_a_model_in_hand() -> None:
 def test_what_clips_gradients_takes_lists_of_them(target: str) -> None:
     found = record_fake(looped(wide, {"clip_grad_norm": 1.0}), device(target))
     assert "aten._foreach_norm.Scalar" in found.ops.target
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A loop of the user's own
-
-OWN = """
-import torch
-from torch import nn
-from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 64)
-    def forward(self, x):
-        return self.c(self.b(self.a(x).relu()).relu())
-
-def build():
-    model = Net()
-    batch = [(torch.randn(8, 64), torch.randn(8, 64)) for _ in range(3)]
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
-    def step(model, batch, optimizer):
-        for x, y in batch:
-            out = model(x)
-            loss = (functional.mse_loss(out, y) + 0.1 * functional.l1_loss(out, y)) / len(batch)
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update_parameters(model)
-        return loss
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return {"model": model, "batch": batch, "optimizer": optimizer, "step": step}
-"""
-
-
-def own(folder: Path, text: str = OWN, **options: Any) -> BuildStep:
-    path = folder / "mine.py"
-    path.write_text(text)
-    return load_spec(f"{path}:build", options)
-
-
-def test_a_loop_of_the_user_s_own_has_the_predicted_peaks(tmp_path: Path) -> None:
-    build = own(tmp_path)
-    found = recorded(build)
-    assert found.meta.loop == "step()"
-    plan = plan_of(found, *recompute_all(Problem(found)))
-    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == peaks(build, plan, 4)[-1]
-
-
-def test_a_loop_of_the_user_s_own_trains_with_a_plan(tmp_path: Path) -> None:
-    build = own(tmp_path)
-    found = recorded(build)
-    outcome = verify(build, plan_of(found, *recompute_all(Problem(found))), "cpu", 3)
-    assert outcome.bit_equal
-    assert len(outcome.losses) == 3
-    silent = own(tmp_path, OWN.replace("        return loss\n", ""))
-    assert verify(silent, plan_of(found, *recompute_all(Problem(found))), "cpu", 2).losses == ()
-
-
-def test_the_autocast_of_a_loop_of_the_user_s_own_is_the_plan_s(tmp_path: Path) -> None:
-    cast = "with torch.autocast('cpu', dtype=torch.bfloat16):\n                out = model(x)"
-    build = own(
-        tmp_path, OWN.replace("out = model(x)", cast).replace("mse_loss(out,", "mse_loss(out.float(),")
-    )
-    found = recorded(build)
-    assert found.meta.amp == "bfloat16"
-    assert verify(build, plan_of(found, *recompute_all(Problem(found))), "cpu", 2).bit_equal
-
-
-def test_which_outputs_a_loop_of_the_user_s_own_differentiates(tmp_path: Path) -> None:
-    text = OWN.replace("return self.c(self.b(self.a(x).relu()).relu())",
-                       "h = self.b(self.a(x).relu()).relu(); return h, self.c(h)")  # fmt: skip
-    assert recorded(own(tmp_path, text.replace("model(x)\n", "model(x)[1]\n"))).meta.grad_outputs == (1,)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "options", "said"),
-    [
-        ("def step(model, batch", "def step(_model, batch", {}, "does not call the model that it is given"),
-        ("out = model(x)", "out = model(x) + model(x)", {}, "called again before backward"),
-        ("out = model(x)", "out = model(y.nope)", {}, "mine.py line .*nope"),
-        ("x, y in batch", "x, y in batch", {"accumulate": 2}, "--accumulate was given"),
-        ('"step": step', '"step": step, "loss": step', {}, "without `loss`"),
-    ],
-)
-def test_loops_of_the_user_s_own_that_are_refused(
-    tmp_path: Path, old: str, new: str, options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(LowtideError, match=said):
-        recorded(own(tmp_path, OWN.replace(old, new), **options))
-
-
-def test_a_loop_of_the_user_s_own_is_measured_op_by_op(tmp_path: Path) -> None:
-    """From its last call of the model on."""
-    build = own(tmp_path)
-    found = record_real(build, CPU, "cpu", rounds=2, warmup=1)
-    assert found.meta.loop == "step()"
-    assert found.ops.target == recorded(build).ops.target
-
-
-def test_averages_of_weights_that_a_step_closes_over_go_where_the_model_goes() -> None:
-    model, data = nn.Linear(4, 3), [torch.ones(5, 4)]
-    average, shadow = copy.deepcopy(model), {k: p.detach().clone() for k, p in model.named_parameters()}
-
-    def step(model: nn.Module, batch: Any, optimizer: Any) -> None:
-        raise AssertionError(average, shadow, data, later)
-
-    move_averages(step, model, "meta")
-    later = 1
-    assert {x.device.type for x in (*average.parameters(), *shadow.values())} == {"meta"}
-    assert data[0].device.type == "cpu"
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")

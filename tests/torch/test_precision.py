@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from torch import nn
+from torch.nn import functional
+
 import executor.measuring as measuring
 from executor import fit
 from executor.measuring import Job, perform
@@ -25,7 +28,7 @@ from tracer.precision.policy import Autocast, ambient, parse_policy
 from tracer.record.program import program_of
 from tracer.record.step import capture_step
 from tracer.step.loop import run_step
-from tracer.step.step import BuildStep, load_spec, under_policy
+from tracer.step.step import BuildStep, load_spec
 from traces.errors import PlanError, SpecError, TraceError
 from traces.records.plan import Plan
 from traces.records.trace import Trace
@@ -92,24 +95,16 @@ def test_a_build_function_asks_for_a_policy_and_the_option_goes_before_it(tmp_pa
     step = load_spec(OVERFLOWING)()
     assert step.autocast == Autocast(dtype="float16")
     assert step.scaler is not None
-    assert step.scaler.get_scale() == 2.0**40
     assert load_spec(OVERFLOWING, BF16)().autocast.dtype == "bfloat16"
     file = tmp_path / "own.py"
     file.write_text(
         "import torch\n"
         "def build():\n"
         "    step = {'model': torch.nn.Linear(2, 2), 'batch': torch.ones(1, 2), 'loss': lambda y: y.sum()}\n"
-        "    return {**step, 'amp': ASKED, 'scaler': SCALER}\n"
+        "    return {**step, 'amp': 'int8'}\n"
     )
-    text = file.read_text()
-    file.write_text(text.replace("ASKED", "'int8'").replace("SCALER", "None"))
     with pytest.raises(SpecError, match=r"own.py:build: amp is 'int8' and must be"):
         load_spec(str(file))()
-    file.write_text(text.replace("ASKED", "None").replace("SCALER", "3"))
-    with pytest.raises(SpecError, match="the scaler is a int, not"):
-        load_spec(str(file))()
-    file.write_text(text.replace("ASKED", "None").replace("SCALER", "torch.amp.GradScaler(enabled=False)"))
-    assert load_spec(str(file))().scaler is None
 
 
 def test_a_build_function_that_names_amp_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,21 +226,6 @@ def test_the_statistics_of_a_norm_between_types_are_counted_as_the_kernel_keeps_
 # The gradient scaler
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the scaler works here")
-@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
-def test_a_laptop_s_trace_has_the_scaler_that_only_cuda_would_switch_on() -> None:
-    """GradScaler("cuda") switches itself off without CUDA; one of another device that is off is meant to be off."""
-    plain = load_spec(MLP, {"amp": "float16"})()
-    on_cuda = replace(plain, scaler=torch.amp.GradScaler("cuda"))
-    made = under_policy(on_cuda, {"amp": "float16"}, "cpu", as_on="cuda")
-    assert made.scaler is not None
-    assert made.scaler.is_enabled()
-    off = replace(plain, scaler=torch.amp.GradScaler("cpu", enabled=False))
-    assert under_policy(off, {"amp": "float16"}, "cpu", as_on="cuda").scaler is None
-    assert under_policy(on_cuda, {"amp": "float16"}, "cpu").scaler is None
-    assert under_policy(on_cuda, {"amp": "bfloat16"}, "cpu", as_on="cuda").scaler is None
-
-
 def test_the_scaler_s_ops_and_state_are_in_the_trace_and_the_step_is_taken() -> None:
     trace = recorded(load_spec(MLP, {"amp": "float16"})).trace
     plain = recorded(load_spec(MLP)).trace
@@ -270,7 +250,7 @@ def test_a_step_that_overflows_is_skipped_as_in_eager() -> None:
     for _ in range(5):
         run_step(step, step.model, step.optimizer)
     assert step.scaler is not None
-    assert step.scaler.get_scale() < 2.0**40
+    assert step.scaler.get_scale() < 2.0**16
 
 
 def test_verification_notices_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,6 @@ class GraphRunner:
         self._calls = 0
 
         def model(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return self.step.model(*args, **kwargs)
             self._calls += 1
             if self._calls == last > 1:
                 at_last_call()

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from tracer.costs.approximate import library_storages, rerun_workspaces, workspace_rows
 from tracer.costs.cost import Cost, Costs
@@ -118,7 +117,7 @@ def assemble(
     parameters = dict(step.model.named_parameters())
     kind = next(iter(parameters.values())).device.type
     first, recorder = (EagerRecorder([replace(s) for s in program.storages], kind) for _ in range(2))
-    before, stub = (_Stub(program, r, parameters, step.model) for r in (first, recorder))
+    before, stub = (_Stub(program, r, parameters) for r in (first, recorder))
     gradients: set[int] = set()
 
     def begin(phase: str) -> None:
@@ -140,8 +139,10 @@ def assemble(
         with recorder, contextlib.ExitStack() as until_last:
             until_last.enter_context(recorder.paused())
 
-            def last_call(given: Sequence[torch.Tensor]) -> None:
-                _know_what_is_given(step, program, recorder, given)
+            def last_call() -> None:
+                for name, p in _parameters(step).items():  # of an earlier part or iteration
+                    if p.grad is not None:
+                        recorder.id_of(p.grad, recorder.row(p.grad, f"gradient of {name}", GRADIENT))
                 until_last.close()
 
             stub.told = {before.calls: last_call}
@@ -172,22 +173,6 @@ def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorde
         recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
     for number, x in enumerate(scaler_tensors(step.scaler)):
         recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
-
-
-def _know_what_is_given(
-    step: TrainingStep, program: Program, recorder: EagerRecorder, given: Sequence[torch.Tensor]
-) -> None:
-    """Tell it what is there when the model is called for the last time: gradients of an earlier part or iteration, and
-    what a loop of the user's own makes for the model."""
-    captured = program.captured
-    arguments = captured.placeholders[len(captured.parameters) + len(captured.buffers) :]
-    for x, n in zip(given if step.own is not None else (), arguments, strict=False):
-        row = program.storage_of[n][0]
-        recorder.know(x, row)
-        recorder.storages[row].nbytes = max(recorder.storages[row].nbytes, x.untyped_storage().nbytes())
-    for name, p in _parameters(step).items():
-        if p.grad is not None:
-            recorder.id_of(p.grad, recorder.row(p.grad, f"gradient of {name}", GRADIENT))
 
 
 def _turns(
@@ -224,7 +209,7 @@ class _Stub:
     """Stands for the captured model: outputs and gradients with the right layout, and no ops of its own."""
 
     def __init__(
-        self, program: Program, recorder: EagerRecorder, parameters: dict[str, torch.Tensor], model: nn.Module
+        self, program: Program, recorder: EagerRecorder, parameters: dict[str, torch.Tensor]
     ) -> None:
         self.program = program
         self.recorder = recorder
@@ -236,8 +221,7 @@ class _Stub:
         self.handed: list[tuple[int, int]] = []
         self.handing = False
         self.calls = 0
-        self.told: dict[int, Callable[[Sequence[torch.Tensor]], None]] = {}  # at which call
-        self.model = model
+        self.told: dict[int, Callable[[], None]] = {}  # at which call
         self._open = False  # a call whose backward has not run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,18 +271,11 @@ class _Stub:
                     outer.hand_over(grads)
                 return None, *grads
 
-        if not torch.is_grad_enabled():
-            return self.model(*args, **kwargs)
-        if self._open:
-            raise CaptureError(
-                "the model is called again before backward of the call before; a plan is of one call and its backward, "
-                "so call backward after each (gradients add up), or put what is done with both into one module."
-            )
         self._open = True
         self.calls += 1
         self.tangents, self.handed = [], []
         given = _arguments(args, kwargs)
-        self.told.get(self.calls, lambda given: None)(given)
+        self.told.get(self.calls, lambda: None)()
         anchor, inputs, handing = None, self.parameters, hands_over(self.parameters)
         if handing:  # as in `executor.graphs.hand_over`: not through autograd's graph
             with recorder.paused():

@@ -41,7 +41,7 @@ RETURNS: Final = (
     "return (model, batch, loss, optimizer), (model, batch, optimizer) with the loss inside the model, or a "
     "dict with these keys"
 )
-KEYS: Final = ("model", "batch", "loss", "optimizer", "amp", "scaler", "step")
+KEYS: Final = ("model", "batch", "loss", "optimizer", "amp")
 TUPLES: Final = {4: KEYS[:4], 3: ("model", "batch", "optimizer")}  # what a tuple of so many values holds
 # Modules beside a user's file that an earlier load imported: name -> directory.
 _loads = itertools.count()
@@ -103,10 +103,8 @@ class BuildFunction(UserStep):
                 for module in (model, loss):
                     if isinstance(module, nn.Module):
                         make_fake(module, mode)
-            step = self._assemble(model, made["batch"], loss, optimizer, options, device, made["step"])
-            if step.own is not None:
-                return replace(step, scaler=made["scaler"])
-            return replace(step, autocast=Autocast(dtype=made["amp"]), scaler=made["scaler"])
+            step = self._assemble(model, made["batch"], loss, optimizer, options, device)
+            return replace(step, autocast=Autocast(dtype=made["amp"]))
 
     def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> Any:
         """Return what the function returns. Where it needs values that fake tensors lack, it is called for real, in
@@ -172,16 +170,7 @@ class BuildFunction(UserStep):
         if wrong:
             raise SpecError(f"{self.label}: the dict that it returned {wrong[0]}; {RETURNS}.")
         given = {**dict.fromkeys(KEYS), **returned}
-        scaler, amp = given["scaler"], given["amp"]
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise SpecError(
-                f"{self.label}: the scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler."
-            )
-        if given["step"] is not None and (given["loss"] is not None or amp or not callable(given["step"])):
-            raise SpecError(
-                f"{self.label}: step is a function step(model, batch, optimizer) that makes one iteration, with its "
-                "own loss and its own autocast; return it without `loss` and `amp`."
-            )
+        amp = given["amp"]
         try:
             return {**given, "amp": parse_amp(amp) if amp else ""}
         except SpecError:

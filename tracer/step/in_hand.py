@@ -10,7 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +35,6 @@ class InHand(UserStep):
     batch: Any
     loss: Any
     optimizer: Any
-    scaler: torch.amp.GradScaler | None = None
     # The loop's hooks step the parameters, in place of the user's, which are not copied.
     released: bool = False
 
@@ -65,8 +64,7 @@ class InHand(UserStep):
                 optimizer = self._optimizer_copy(optimizer, twins)
         if isinstance(optimizer, str):
             optimizer = None if optimizer == NO_OPTIMIZER else partial(make_optimizer, optimizer)
-        step = self._assemble(model, twins.batch(self.batch), loss, optimizer, {}, device)
-        return replace(step, scaler=self._scaler_copy())
+        return self._assemble(model, twins.batch(self.batch), loss, optimizer, {}, device)
 
     def _check_hooks(self) -> None:
         for name, p in self.model.named_parameters():
@@ -103,19 +101,6 @@ class InHand(UserStep):
             # A learning rate scheduler wraps the optimizer's `step` in one that counts, and refers to the real one.
             if not (callable(value) and hasattr(kind, name)):
                 vars(made)[name] = self._copy(f"optimizer's {name}", value, memo)
-        return made
-
-    def _scaler_copy(self) -> torch.amp.GradScaler | None:
-        given = self.scaler
-        if given is None:
-            return None
-        if not isinstance(given, torch.amp.GradScaler):
-            raise SpecError(
-                f"{self.label}: the scaler is a {type(given).__name__}, not a torch.amp.GradScaler."
-            )
-        made = torch.amp.GradScaler(given._device, enabled=given.is_enabled())
-        with outside_fake_mode():
-            made.load_state_dict(given.state_dict())
         return made
 
 

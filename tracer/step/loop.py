@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from tracer.precision.policy import OFF, Autocast, ambient
+from tracer.precision.policy import OFF, Autocast
 from tracer.step.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
 from tracer.step.release import released
 from tracer.torch_api import foreach_zero_, pytree, replaced
@@ -24,8 +23,7 @@ class TrainingStep:
     """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`.
 
     With `autocast` the model and the loss run under it; with a `scaler` the loss is scaled and the optimizer stepped by
-    it; `loop` says what else happens: see `run_step`. With `own`, the user's own iteration takes the place of all
-    that; `args`, `kwargs` and `autocast` are then those of its first call of the model.
+    it; `loop` says what else happens: see `run_step`.
     """
 
     model: nn.Module
@@ -41,8 +39,6 @@ class TrainingStep:
     scaler: torch.amp.GradScaler | None = None
     loss_parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of a loss that has some, by name
     loop: Loop = ORDINARY
-    own: Callable[[Any, Any, Any], Any] | None = None  # step(model, batch, optimizer)
-    batch: Any = None  # of `own`, whose tensors are `loss_inputs` too
 
     def loss_of(self, outputs: Any) -> torch.Tensor:
         """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
@@ -72,9 +68,8 @@ def run_step(
     model: Callable[..., Any],
     optimizer: torch.optim.Optimizer | None,
     on_phase: Callable[[str], None] | None = None,
-) -> torch.Tensor | None:
-    """One iteration of the step's loop, under its autocast and with its scaler; returns the last loss (of the user's
-    own iteration what it returns, if that is a tensor).
+) -> torch.Tensor:
+    """One iteration of the step's loop, under its autocast and with its scaler; returns the last loss.
 
     Each of several parts that accumulate gradients runs on the same batch, and its loss is divided by their number.
 
@@ -83,8 +78,6 @@ def run_step(
         optimizer: None leaves the parameters as they are.
         on_phase: told when forward, backward and the optimizer begin; None: nobody is.
     """
-    if step.own is not None:
-        return _run_own(step, model, optimizer, on_phase)
     tell = on_phase or (lambda phase: None)
     loop, scaler = step.loop, step.scaler
     trained = (*step.model.parameters(), *step.loss_parameters.values())
@@ -116,26 +109,6 @@ def run_step(
     elif loop.zero_grad == KEEP:
         foreach_zero_([p.grad for p in trained if p.grad is not None])
     return loss
-
-
-def _run_own(step: TrainingStep, model: Any, optimizer: Any, on_phase: Any) -> torch.Tensor | None:
-    assert step.own is not None
-    given = model if isinstance(model, nn.Module) else stand_in(step.model, model)
-    with contextlib.ExitStack() as around:
-        around.enter_context(replace(step.autocast, dtype="").region())
-        if on_phase is not None:
-            phases = Phases(on_phase)
-            phases.enter(FORWARD)
-            around.enter_context(phases.telling())
-        returned = step.own(given, step.batch, optimizer)
-    return returned if isinstance(returned, torch.Tensor) else None
-
-
-def stand_in(model: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """The model, with its parameters and modules, but for what runs when it is called."""
-    other = copy.copy(model)
-    vars(other)["forward"] = call
-    return other
 
 
 class Phases:
@@ -195,30 +168,6 @@ class Phases:
 
 class Enough(BaseException):
     """Raised when as much was seen as was asked for. Not an Exception, which the user's code might catch."""
-
-
-def with_first_call(step: TrainingStep) -> TrainingStep:
-    """A step of the user's own with the arguments and the autocast of its first call of the model. The iteration is
-    begun for that, and ended there. Raises SpecError if it does not call the model that it is given.
-    """
-    found: list[tuple[Any, Any, Autocast]] = []
-    kind = next((p.device.type for p in step.model.parameters()), "cpu")
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return step.model(*args, **kwargs)
-        found.append((args, kwargs, ambient(kind)))
-        raise Enough
-
-    with contextlib.suppress(Enough):
-        run_step(step, call, step.optimizer)
-    if not found:
-        raise SpecError(
-            f"{step.name}: step(model, batch, optimizer) does not call the model that it is given (with gradients on); "
-            "a plan is applied to that one, so call it, and not another name of it."
-        )
-    ((args, kwargs, autocast),) = found
-    return replace(step, args=args, kwargs=kwargs, autocast=autocast)
 
 
 def forget_gradients(tensors: Iterable[torch.Tensor]) -> None:

@@ -71,7 +71,7 @@ class BuildStep:
         seed = torch.manual_seed if device.startswith("cuda") else torch.default_generator.manual_seed
         seed(self.seed)
         with built(self.model):
-            step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
+            step = under_policy(self.make(device), self.policy, device)
         if step.optimizer is not None and optimizer_as_on == "cuda":
             from tracer.step.optimizers import choose_as_on_cuda
 
@@ -116,10 +116,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     return BuildStep(model=known.name, options={**own, **policy}, seed=seed, make=make, policy=policy)
 
 
-def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on: str = "") -> TrainingStep:
-    """A step that runs as its options say, or where they say nothing, as its build function asks. `as_on`: "cuda" if
-    CPU tensors stand for those of a GPU.
-    """
+def under_policy(step: TrainingStep, policy: dict[str, Any], device: str) -> TrainingStep:
+    """A step that runs as its options say, or where they say nothing, as its build function asks."""
     import torch
 
     from tracer.step.joined import joined
@@ -127,13 +125,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
 
     kind = device.partition(":")[0]
     dtype = policy.get("amp") or step.autocast.dtype
-    scaler = step.scaler
-    if dtype == FLOAT16 and scaler is None and step.own is None:
-        scaler = torch.amp.GradScaler(kind)
-    if scaler is not None and not scaler.is_enabled():
-        # A scaler for "cuda" switches itself off where there is no CUDA; the GPU that the tensors stand for has it.
-        away = as_on == "cuda" and dtype == FLOAT16 and scaler._device == "cuda"
-        scaler = torch.amp.GradScaler(kind) if away and not torch.cuda.is_available() else None
+    scaler = torch.amp.GradScaler(kind) if dtype == FLOAT16 else None
     loop = loop_of(policy)
     if loop.release_gradients:
         check_release(step.name, step.optimizer, scaler)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.step.batch import split_batch, to_device
-from tracer.step.loop import TrainingStep, with_first_call
-from tracer.step.loop_options import LOOP_OPTIONS
+from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import move_state
 from tracer.step.user_errors import blame
 from tracer.torch_api import (
@@ -64,14 +62,11 @@ class UserStep:
         optimizer: Any,
         options: dict[str, Any],
         device: str,
-        own: Any = None,
     ) -> TrainingStep:
         mode = detect_fake_mode()
         for module in (model, loss):
             if mode is None and isinstance(module, nn.Module):
                 module.to(device)
-        if mode is None:
-            move_averages(own, model, device)
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
         optimizer = self._optimizer(model, loss, optimizer)
@@ -79,39 +74,22 @@ class UserStep:
             move_state(optimizer, device)
         tensors = (x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor))
         examples = (x.shape[0] for x in tensors if x.dim())
-        step = TrainingStep(
+        try:
+            given = split_batch(model, batch, loss)
+        except SpecError as error:
+            raise SpecError(f"{self.label}: {error}") from None
+        return TrainingStep(
             model=model,
-            args=(),
-            kwargs={},
-            loss=lambda outputs: outputs,
-            loss_inputs=(batch,),
+            args=given.args,
+            kwargs=given.kwargs,
+            loss=given.loss,
+            loss_inputs=given.loss_inputs,
             optimizer=optimizer,
             batch_size=int(options.get("batch_size") or next(examples, 1)),
             name=self.label,
             options=dict(options),
             loss_parameters={f"loss.{n}": p for n, p in _named_parameters(loss)},
         )
-        if own is not None:
-            return self._own_step(replace(step, own=own, batch=batch), fake=mode is not None)
-        try:
-            given = split_batch(model, batch, loss)
-        except SpecError as error:
-            raise SpecError(f"{self.label}: {error}") from None
-        return replace(
-            step, args=given.args, kwargs=given.kwargs, loss=given.loss, loss_inputs=given.loss_inputs
-        )
-
-    def _own_step(self, step: TrainingStep, *, fake: bool) -> TrainingStep:
-        """The user's own iteration around the model; on real memory nothing of its first call is held."""
-        refused = [k for k in (*LOOP_OPTIONS, "amp") if step.options.get(k) is not None]
-        if refused:
-            raise SpecError(
-                f"{self.label}: --{refused[0].replace('_', '-')} was given, and the function returned a step of its "
-                "own, which does that itself; leave the option out."
-            )
-        with self._explained("step(model, batch, optimizer) failed"):
-            seen = with_first_call(step)
-        return seen if fake else replace(seen, args=(), kwargs={})
 
     def _optimizer(self, model: nn.Module, loss: Any, optimizer: Any) -> torch.optim.Optimizer | None:
         if optimizer is None:
@@ -153,24 +131,6 @@ class UserStep:
             # torch's messages go on with the signatures that it knows
             said = (str(error).strip().splitlines() or [""])[0]
             raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {said}") from error
-
-
-def move_averages(function: Any, model: nn.Module, device: str) -> None:
-    """Move to a device what a loop keeps beside its model, as averages of the weights: modules that its function closes
-    over, and tensors of a parameter's shape, alone or in lists and dicts. Other tensors may be data, and stay."""
-    shapes = {p.shape for p in model.parameters()}
-
-    def moved(held: Any) -> Any:
-        if isinstance(held, nn.Module) or (isinstance(held, torch.Tensor) and held.shape in shapes):
-            return held.to(device)
-        places: Any = held.items() if type(held) is dict else enumerate(held) if type(held) is list else ()
-        for place, x in list(places):
-            held[place] = moved(x)
-        return held
-
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # a cell that nothing was put into yet
-            cell.cell_contents = moved(cell.cell_contents)
 
 
 def _named_parameters(module: Any) -> list[tuple[str, nn.Parameter]]:

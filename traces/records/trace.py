@@ -211,7 +211,7 @@ class TraceMeta:
     batch_size: int = 0
     dtype: str = "float32"
     amp: str = ""  # the dtype of torch.autocast around forward and loss; "": none
-    loop: str = ""  # what the loop does otherwise than the ordinary one, in words; "step()": the user's own
+    loop: str = ""  # what the loop does otherwise than the ordinary one, in words
     optimizer: str = ""
     seed: int = 0
     mode: str = "fake"
