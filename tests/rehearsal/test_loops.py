@@ -126,26 +126,6 @@ def test_a_loop_with_all_options_is_rehearsed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        "AdamW({}, fused=False)",
-        "AdamW({}, fused=True)",
-        "SGD({}, momentum=0.9, foreach=False)",
-        "Adagrad({})",
-        "AdamW({})",
-    ],
-)
-def test_state_of_several_groups_of_parameters(tmp_path: Path, optimizer: str) -> None:
-    """torch's own make the state of a group when they come to it, with the first update of a parameter, or at once."""
-    groups = "[{'params': [p for p in model.parameters() if p.dim() == n]} for n in (1, 2)]"
-    own = OWN.replace("AdamW(model.parameters())", optimizer.format(groups))
-    own = own.replace("Linear(4096, 1024)", "Linear(4096, 256)").replace("1024))", "256))")
-    (tmp_path / "mine.py").write_text(own)
-    check(f"{tmp_path / 'mine.py'}:build", {"clip_grad_norm": 1.0, "zero_grad": "after"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     "words", [("mine.py:build",), ("resnet18", "--batch-size", "8", "--accumulate", "2")]
 )
 def test_a_trace_that_is_made_there_is_of_the_loop(tmp_path: Path, words: tuple[str, ...]) -> None:

@@ -10,9 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch import nn
-from torch.nn import functional
-
 from executor.verifying import verify
 from simulator.core.problem import Problem
 from simulator.prediction.ask import simulate

@@ -23,12 +23,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**TEXT, "num_key_value_heads": 2, "head_dim": 8},
     "roberta": {**TEXT, "max_position_embeddings": 66},
     "vit": {**SMALL, "image_size": 32, "patch_size": 8},
-    "whisper": {
-        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 99,
-        "max_source_positions": 20, "max_target_positions": 16, "num_mel_bins": 8, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-    },
 }  # fmt: skip
 
 
@@ -55,7 +49,6 @@ def runs(spec: str, **options: Any) -> TrainingStep:
         ("roberta", "token-classification", "RobertaForTokenClassification"),
         ("roberta", "question-answering", "RobertaForQuestionAnswering"),
         ("vit", None, "ViTForImageClassification"),
-        ("whisper", None, "WhisperForConditionalGeneration"),
     ],
 )
 def test_a_configuration_makes_the_step_of_its_task(

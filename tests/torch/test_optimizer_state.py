@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,47 +51,11 @@ def test_an_optimizer_may_replace_its_state() -> None:
     assert Problem(trace).saved.timeline.peak_allocated_bytes == pytest.approx(peaks(build)[2], abs=128)
 
 
-class OneByOne(torch.optim.Optimizer):
-    """Makes a parameter's state when it comes to it."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if not state:
-                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
-            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
-            state["v"].mul_(0.9).add_(p.grad * p.grad, alpha=0.1)
-            p.data -= 0.1 * state["m"] / (torch.sqrt(state["v"]) + 1e-8)
-
-
-def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    small, large = [], []
-    for p in parameters:
-        (large if p.dim() > 1 else small).append(p)
-    return torch.optim.Adam([{"params": small}, {"params": large}])
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "rows", "width", "off"),
-    [
-        (OneByOne, 2, 256, 128),
-        (torch.optim.Adam, 2, 256, 128),
-        # Two weights, of 256 and 64 KiB: the second's state is there already when the first is updated.
-        (in_groups, 2, 64, 128),
-        # The net's peak is in forward, before Adagrad's first step; its state, 288 KiB, it makes with itself.
-        (torch.optim.Adagrad, 4096, 64, 256),
-    ],
-)
-def test_the_first_iteration_makes_state_when_the_optimizer_does(
-    optimizer: Any, rows: int, width: int, off: int
-) -> None:
-    build = build_of(lambda: wide_step(optimizer, rows, width))
+def test_the_first_iteration_makes_state_when_the_optimizer_steps() -> None:
+    build = build_of(lambda: wide_step(torch.optim.Adam))
     problem = Problem(trace_step(build, CPU).finish())
     first = reserved_peak(problem, problem.saved.schedule).iterations[0]
-    assert first.peak_requested_bytes == pytest.approx(peaks(build)[0], abs=off)
+    assert first.peak_requested_bytes == pytest.approx(peaks(build)[0], abs=128)
 
 
 class Sum(nn.Module):

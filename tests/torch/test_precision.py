@@ -12,9 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch import nn
-from torch.nn import functional
-
 import executor.measuring as measuring
 from executor import fit
 from executor.measuring import Job, perform

@@ -8,9 +8,8 @@ that are there by then, of earlier calls or iterations, exist throughout the ste
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +22,7 @@ from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
-from tracer.record.rows import created_bytes, storage_key, tables_of
+from tracer.record.rows import created_bytes, tables_of
 from tracer.record.tiles import found_in
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
@@ -131,11 +130,9 @@ def assemble(
 
     with mode, explained(step.name):
         _know_residents(step, program, first)
-        there = {storage_key(x) for x in optimizer_tensors(step.optimizer)}
         with first:
             run_step(step, before, step.optimizer, first.begin)
         _know_residents(step, program, recorder)
-        turn_of = _turns(step, first, recorder, there)
         with recorder, contextlib.ExitStack() as until_last:
             until_last.enter_context(recorder.paused())
 
@@ -148,7 +145,7 @@ def assemble(
             stub.told = {before.calls: last_call}
             run_step(step, stub, step.optimizer, begin)
             recorder.look()
-    return _arrange(step, mode, program, recorder, stub, gradients, turn_of, target, meta, costs)
+    return _arrange(step, mode, program, recorder, stub, gradients, target, meta, costs)
 
 
 def _arguments(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -173,36 +170,6 @@ def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorde
         recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
     for number, x in enumerate(scaler_tensors(step.scaler)):
         recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
-
-
-def _turns(
-    step: TrainingStep, first: EagerRecorder, recorder: EagerRecorder, there: Collection[int]
-) -> dict[int, int]:
-    """By storage of the optimizer's state: after how many writes into parameters its first step made it. Those of one
-    number come together; those of -1 were `there` before the step (Adagrad makes them with itself). Empty if all came
-    before the first write, as in torch's own for a group of parameters, or nothing was written.
-    """
-    parameters = {first.known(p) for p in _parameters(step).values()}
-    writes = [i for i, row in enumerate(first.rows) if not parameters.isdisjoint(row.writes)]
-    turns = {
-        recorder.known(x): -1 if storage_key(x) in there else bisect(writes, first.producer(x))
-        for x in optimizer_tensors(step.optimizer)
-    }
-    return turns if any(turns.values()) else {}
-
-
-def _put_off(storages: list[StorageRow], rows: Sequence[OpRow], turns: Mapping[int, int]) -> None:
-    """Let an optimizer's state be there, in the first iteration, from the first op that reads some of its turn.
-
-    turns: by storage; of what was there before the step, -1.
-    """
-    first: dict[int, int] = {}
-    for i, row in enumerate(rows):
-        for s in row.reads if row.phase == OPTIMIZER else ():
-            if turns.get(s, -1) >= 0:
-                first.setdefault(turns[s], i)
-    for s, turn in turns.items():
-        storages[s].used_from = first.get(turn, -1)
 
 
 class _Stub:
@@ -313,7 +280,6 @@ def _arrange(
     recorder: EagerRecorder,
     stub: _Stub,
     gradients: set[int],
-    turn_of: Mapping[int, int],
     target: Device,
     meta: TraceMeta,
     costs: Costs,
@@ -337,7 +303,6 @@ def _arrange(
         if storage.producer >= 0:
             ids = graph_id if s < n_program_storages else eager_id
             storage.producer = ids[storage.producer]
-    _put_off(storages, rows, turn_of)
 
     def hold(s: int, op: int) -> None:
         if storages[s].producer >= 0:

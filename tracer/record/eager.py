@@ -135,11 +135,6 @@ class EagerRecorder(TorchDispatchMode):
         """The storage row of a tensor that has one."""
         return self._ids[storage_key(x)]
 
-    def producer(self, x: torch.Tensor) -> int:
-        """The row that made a tensor's storage; -1: none did."""
-        s = self._ids.get(storage_key(x), -1)
-        return self.storages[s].producer if s >= 0 else -1
-
     def look(self) -> None:
         """Note which watched storages are gone by now."""
         gone = set()

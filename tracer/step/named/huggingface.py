@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,20 +30,15 @@ MASKED_EVERY: Final = 7
 # Task -> transformers' automatic class for it. Without a task the first counts that has the configuration's model.
 TASKS: Final = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",
     "image-classification": "AutoModelForImageClassification",
-    "ctc": "AutoModelForCTC",
-    "audio-classification": "AutoModelForAudioClassification",
     "sequence-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "question-answering": "AutoModelForQuestionAnswering",
 }
 POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions")
 SEQ_LEN: Final = 512  # tokens, where neither the user nor the model's positions say less
-SAMPLES: Final = 16000  # of a waveform: one second
-TRANSCRIPT: Final = 16  # tokens of a waveform's transcript
 
 
 # Family -> its task, and the attributes of its configuration that hold a dropout probability.
@@ -122,7 +117,7 @@ def config_step(
     Args:
         reference: the model's name, for messages.
         task: a key of TASKS; None: the first that transformers has for it, or that the configuration names.
-        options: those of `KnownModel.takes`; of a waveform, seq_len are samples.
+        options: those of `KnownModel.takes`.
 
     Raises:
         SpecError: transformers has no such architecture, or none of it for the task, or it cannot be built so; or
@@ -217,12 +212,7 @@ class _Batch:
 
     def of(self, model: Any, task: str) -> dict[str, torch.Tensor]:
         """The model's main input, and the labels of the task."""
-        makers: dict[str, Callable[[], torch.Tensor]] = {
-            "input_ids": self._tokens,
-            "pixel_values": self._images,
-            "input_values": self._waveform,
-            "input_features": self._spectrum,
-        }
+        makers = {"input_ids": self._tokens, "pixel_values": self._images}
         name, taken = model.main_input_name, inspect.signature(model.forward).parameters.values()
         plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != name]
         required = [p.name for p in plain if p.default is p.empty]
@@ -253,17 +243,6 @@ class _Batch:
         sides = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
         return torch.randn(self.rows, getattr(vision, "num_channels", 3), *sides)
 
-    def _waveform(self) -> torch.Tensor:
-        if hasattr(self.config, "num_mel_bins"):  # a spectrum after all
-            return torch.randn(self.rows, self.config.max_length, self.config.num_mel_bins)
-        return torch.randn(self.rows, int(self.options.get("seq_len") or SAMPLES))
-
-    def _spectrum(self) -> torch.Tensor:
-        if hasattr(self.config, "input_feat_per_channel"):  # frames first, then features
-            return torch.randn(self.rows, self._length(), self.config.input_feat_per_channel)
-        frames = getattr(self.config, "max_source_positions", 0) * 2 or self._length()
-        return torch.randn(self.rows, getattr(self.config, "num_mel_bins", 80), frames)
-
     def _labels(self, task: str, given: torch.Tensor) -> dict[str, torch.Tensor]:
         if task == "question-answering":
             ends = torch.randint(given.shape[1], (2, self.rows))
@@ -273,10 +252,8 @@ class _Batch:
         elif task == "masked-lm":
             labels = torch.full_like(given, NO_LABEL)
             labels[:, ::MASKED_EVERY] = given[:, ::MASKED_EVERY]
-        elif task in ("seq2seq-lm", "speech-seq2seq"):
+        elif task == "seq2seq-lm":
             labels = self._tokens()
-        elif task == "ctc":
-            labels = torch.randint(1, self.text.vocab_size, (self.rows, TRANSCRIPT))
         else:
             shape = given.shape[:2] if task == "token-classification" else (self.rows,)
             labels = torch.randint(self.config.num_labels, shape)

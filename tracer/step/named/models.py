@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tracer.step.loop import TrainingStep
 
 TORCHVISION: Final = "torchvision"
-# Classification models of torchvision 0.26 to 0.28; any other that the installed one has works too.
+# Classification models of torchvision 0.26 to 0.29.
 TORCHVISION_NAMES: Final = tuple(
     """
     alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169
@@ -228,16 +228,9 @@ def find_model(name: str) -> KnownModel:
         return KnownModel(name=name, family=HF)
     if name.startswith(TIMM):
         return KnownModel(name=name, family=TIMM)
-    models = list_models()
-    known = {_key(m.name): m for m in models}
-    # Without any separators ("resnet-18") a name may fit several (regnet_x_1_6gf, regnet_x_16gf).
-    bare = [m for m in models if _key(m.name).replace("-", "") == _key(name).replace("-", "")]
-    if _key(name) not in known and len(bare) != 1:
-        known = {_key(n): KnownModel(name=n, family=TORCHVISION) for n in _torchvision_names()} | known
+    known = {_key(m.name): m for m in list_models()}
     if _key(name) in known:
         return known[_key(name)]
-    if len(bare) == 1:
-        return bare[0]
     close = [known[k].name for k in difflib.get_close_matches(_key(name), known, n=4, cutoff=0.5)]
     hint = f"; did you mean {', '.join(close)}?" if close else "."
     raise SpecError(
@@ -249,22 +242,6 @@ def find_model(name: str) -> KnownModel:
 
 def _key(name: str) -> str:
     return name.strip().lower().replace("_", "-")
-
-
-def _torchvision_names() -> list[str]:
-    """Return what the installed torchvision has; nothing if it, or torch, cannot be imported."""
-    from traces.errors import EnvironmentProblem
-
-    try:
-        from tracer.step.named.vision import import_torchvision
-
-        import_torchvision()
-    except (EnvironmentProblem, ImportError):
-        return []
-    import torchvision.models
-
-    names: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return names
 
 
 def _flag(option: str) -> str:
