@@ -154,7 +154,7 @@ def _rehearsed(
             f"{error}. Put what makes them into a function of a file and trace that (file.py:build), or trace with "
             "--device cuda on the GPU."
         )
-    say(f"approximate, by what ops return and a few rules: {reason}")
+    say(f"approximate, by what ops return: {reason}")
     return None
 
 

@@ -191,8 +191,8 @@ UNTOUCHED, UNTOUCHED_LESS = "untouched-needs-more", "untouched-needs-less"
 # shown by their name, `all_` of it with the peak added, `share_` of it in percent of the peak.
 SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     APPROXIMATE: (
-        ("", "Approximate: of {computing:,} computing ops {rules:,} count by a few rules and {number:,} by what they "
-         "return alone, so the real peak may be higher."),
+        ("", "Approximate: {number:,} of {computing:,} computing ops count by what they return alone, so the real peak "
+         "may be higher."),
         ("cpu", "For the exact answer trace with --device cpu."),
         ("cuda", "For the exact answer trace where a CUDA build of torch is (pip install torch on Linux; no GPU is "
          "needed), or with --device cuda on the GPU."),

@@ -81,7 +81,7 @@ class Measurer:
 
 @pytest.fixture
 def by_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace for a GPU is told by a few rules, as where no CUDA build of torch is: in this process, at once."""
+    """A trace for a GPU is told by what ops return, as where no CUDA build of torch is: in this process, at once."""
 
     def missing() -> None:
         raise EnvironmentProblem("no CUDA build of torch")

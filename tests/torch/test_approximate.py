@@ -1,4 +1,4 @@
-"""What is told of ops by a few rules, where no CUDA build of torch is; and a GPU's step as it is captured there."""
+"""A GPU's step as it is captured where no CUDA build of torch is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from executor.plans import Settings, measure_plan
 from executor.training.module import apply_plan
 from tests.torch import small_nets
 from tests.torch.steps import build_of, plan_of, step_of
-from tracer.costs.approximate import approximate_events, rerun_workspaces
-from tracer.costs.signature import of_call
+from tracer.costs.libraries import rerun_workspaces
 from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
 from tracer.step.step import load_spec
@@ -23,61 +22,7 @@ from traces.errors import PlanError
 from traces.records.plan import Plan
 from traces.records.trace import WORKSPACE, Trace
 
-aten = torch.ops.aten
 MIB = 2**20
-
-
-def told(op: Any, *args: Any, on: str = "h100", release: tuple[int, int] = (2, 13)) -> Any:
-    with torch.device("meta"):
-        out = op(*args)
-    return approximate_events(of_call(op, args, {}, out), device(on), release)
-
-
-def x(*shape: int, dtype: Any = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-Q = (2, 8, 256, 64)  # batch, heads, length, head
-QUERY = 4 * 2 * 8 * 256 * 64
-LOGSUMEXP = 4 * 2 * 8 * 256
-
-
-def efficient(dtype: Any) -> Any:
-    q = [x(*Q, dtype=dtype) for _ in range(4)]
-    sums, seed = x(2, 8, 256), x(dtype=torch.int64)
-    op = aten._scaled_dot_product_efficient_attention_backward.default
-    gradient = x(2, 256, 8, 64, dtype=dtype).transpose(1, 2)  # as the layer behind gives it
-    return told(op, gradient, *q[1:], None, q[0], sums, seed, seed, 0.0, [True, True, True, False])
-
-
-@pytest.mark.parametrize(
-    ("events", "inside"),
-    [
-        # The products of gradient and output, of float32 alone, and their sums.
-        (lambda: efficient(torch.float32), (QUERY, LOGSUMEXP)),
-        (lambda: efficient(torch.float16), (LOGSUMEXP,)),
-        (lambda: told(aten._softmax_backward_data.default, x(8, 64), x(8, 64), -1, torch.float32), (2048,)),
-        (lambda: told(aten.native_layer_norm.default, x(64, 8).t(), [64], None, None, 1e-5), (2048,)),
-        (lambda: told(aten.mm.default, x(8, 8), x(8, 8)), ()),
-        (lambda: told(aten.mm.default, x(8, 8), x(8, 8), release=(2, 15)), (32 * MIB,)),
-        (lambda: told(aten.embedding_dense_backward.default, x(64, 8), x(64, dtype=torch.int64), 100, -1, False), ()),
-    ],
-)  # fmt: skip
-def test_what_an_op_takes_beside_its_results(events: Any, inside: tuple[int, ...]) -> None:
-    found = events()
-    assert tuple(-n for n in found if n < 0)[::-1] == inside
-    assert sum(found) > 0
-
-
-def test_an_embedding_of_many_words_sorts_them_on_cuda_and_no_rule_knows_other_ops() -> None:
-    words = x(4096, dtype=torch.int64)
-    found = told(aten.embedding_dense_backward.default, x(4096, 8), words, 100, -1, False)
-    assert -8 * 4096 in found
-    image, weight = x(2, 3, 8, 8), x(4, 3, 3, 3)
-    assert (
-        told(aten.convolution.default, image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1) is None
-    )
-    assert told(aten.add.Tensor, x(8), x(8)) is None
 
 
 class Attention(nn.Module):

@@ -1,7 +1,6 @@
 """Work out what an op costs on the target: its time and what it allocates while it runs.
 
-In this order: what was measured for this very call; a rule, which is approximate; nothing, so that the outputs alone
-count.
+What was measured for this very call, or else a roofline's time, and the outputs alone count.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
-from tracer.costs.approximate import approximate_events
 from tracer.costs.roofline import op_time_ns, uses_tf32
 from tracer.costs.rows import OpRow
 from tracer.costs.signature import Signature
-from tracer.torch_api import release
 from traces.devices import Device
 from traces.records.trace import VIEW
 
 MEASURED: Final = "measured"
 REHEARSED: Final = "rehearsed"  # torch's own code on a GPU that is not there
-APPROXIMATE: Final = "approximate"  # a few rules
-NONE: Final = "none"
+NONE: Final = "none"  # the outputs alone count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +37,8 @@ class Costs:
     measured: Mapping[Signature, Cost] = field(default_factory=dict)
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
-        """The cost of an op. `created_bytes`: of the storages that it creates, which its events must sum to. What says
-        otherwise does not describe this call, and the next source is asked.
+        """The cost of an op. `created_bytes`: of the storages that it creates, which its events must sum to; else they
+        do not describe this call.
         """
         if row.flags & VIEW:
             return Cost(time_ns=0, events=(), source="")
@@ -50,12 +46,7 @@ class Costs:
         if known is not None and _leaves(known.events, created_bytes):
             return known
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))
-        events = None
-        if row.signature is not None:
-            events = approximate_events(row.signature, device, release())
-        if events is None or not _leaves(events, created_bytes):
-            return Cost(time_ns=time_ns, events=(), source=NONE)
-        return Cost(time_ns=time_ns, events=events, source=APPROXIMATE)
+        return Cost(time_ns=time_ns, events=(), source=NONE)
 
 
 def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:

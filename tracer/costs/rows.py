@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from traces.records.trace import ACTIVATION
 
 if TYPE_CHECKING:
-    from tracer.costs.signature import Signature  # which needs torch
+    from tracer.costs.signature import Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

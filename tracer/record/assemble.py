@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tracer.costs.approximate import library_storages, rerun_workspaces, workspace_rows
 from tracer.costs.cost import Cost, Costs
+from tracer.costs.libraries import library_storages, rerun_workspaces, workspace_rows
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.eager import EagerRecorder
