@@ -64,7 +64,6 @@ USED: Final = {
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
-    "init_gpu_context": "torch._subclasses.fake_tensor:init_gpu_context",
     # autocast
     "DisableAutocast": "torch._C:_DisableAutocast",
     # running and measuring
@@ -101,7 +100,6 @@ USED: Final = {
     # modules in which `replaced` puts something else
     "bindings": "torch._C",
     "RandomVariable": "torch._dynamo.variables:RandomVariable",
-    "decompositions": "torch._decomp.decompositions",
     "decomposition_table": "torch._decomp:decomposition_table",
     "meta_registrations": "torch._meta_registrations",
 }

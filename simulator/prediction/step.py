@@ -212,12 +212,6 @@ SENTENCES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
          "({share_extra_bytes}), as one does that checkpoints itself: within a larger budget it trains as it is."),
         ("in_vain", "This plan needs no less than that."),
     ),
-    "recurrent": (
-        ("", "Recurrent layers ({modules:,}, such as {subject!r}) are predicted as the elementary ops that planned "
-         "steps run; without a plan a GPU runs cuDNN's kernel for them, which keeps other values and buffers of its "
-         "own: the untouched loop may need notably more or less than what stands here. To know it, rehearse the loop "
-         "(`execute rehearse`)."),
-    ),
     "not-settled": (
         ("", "With {subject}, reserved memory has not settled after {iterations} iterations; it may grow further."),
     ),
@@ -280,9 +274,6 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     elif peak and 100 * (peak - untouched) >= NOTABLE_PERCENT * peak:
         in_vain = c.plan.changes and c.planned.timeline.peak_allocated_bytes >= untouched
         yield UNTOUCHED_LESS, "", {**figures, "in_vain": int(in_vain)}
-    names = meta.sketch.get("recurrent")
-    if kind == CUDA and isinstance(names, list) and names:
-        yield "recurrent", str(names[0]), {"modules": len(names)}
     yield from _of_the_allocator(c)
 
 

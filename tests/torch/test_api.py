@@ -23,7 +23,6 @@ from torch.nn import functional
 from executor import verify
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
-from simulator.prediction.step import text, warnings_of
 from tests.commands import python
 from tracer import trace
 from traces.errors import CaptureError, PlanError, SpecError
@@ -187,32 +186,6 @@ def test_wherever_the_model_is_the_trace_is_the_same() -> None:
     assert half.meta.amp == "bfloat16"
     assert half.meta.fingerprint != here.meta.fingerprint
     assert trace(net, batch, functional.cross_entropy, optimizer, target="h100").meta.device == "cuda"
-
-
-class Speaker(nn.Module):
-    """Two recurrent layers, of which the last states are classified."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.first = nn.GRU(8, 16, 2, batch_first=True, dropout=dropout)
-        self.second = nn.LSTM(16, 16, 2, batch_first=True, dropout=dropout)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.second(self.first(x)[0])[0][:, -1])
-        return out
-
-
-@pytest.mark.usefixtures("by_rules")
-def test_elementary_recurrent_layers_of_a_gpu_are_warned_of() -> None:
-    net, batch = Speaker(0.1), (torch.randn(4, 2, 8), torch.randint(4, (4,)))
-    told = {}
-    for target in ("h100", None):
-        recorded = trace(net, batch, functional.cross_entropy, "sgd", target=target)
-        told[target] = [w for w in warnings_of(Problem(recorded)) if w.code == "recurrent"]
-    assert [(w.subject, w.figures) for w in told["h100"]] == [("first", {"modules": 2})]
-    assert "2, such as 'first'" in text(told["h100"][0])
-    assert not told[None]
 
 
 def test_shared_storages_stay_shared() -> None:

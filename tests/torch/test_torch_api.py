@@ -25,10 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLACED = {
     "torch._C._cuda_memoryStats": "?",
     "torch._C._cuda_resetPeakMemoryStats": "?",
-    "torch._decomp.decompositions._rnn_helper": (
-        "input hidden params has_biases num_layers dropout train bidirectional batch_first layer_fn"
-    ),
-    "torch._decomp.decompositions.select_one_layer_lstm_function": "input hx params",
     "torch._meta_registrations._meta_grouped_mm_common": (
         "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
     ),
@@ -218,13 +214,13 @@ def test_no_other_module_reaches_into_torch() -> None:
 
 def test_names_are_seen_by_any_other_name() -> None:
     module = ast.parse(
-        "import torch\nfrom torch import nn\nfrom tracer.torch_api import decompositions\n"
+        "import torch\nfrom torch import nn\nfrom tracer.torch_api import meta_registrations\n"
         "clips: Any = nn.utils.clip_grad\nagain = clips\nagain._has_foreach_support(1)\n"
-        "decompositions._rnn_helper\nfrom torch._C import x\nwith replaced(clips, _other=1): pass\n"
+        "meta_registrations._meta_x\nfrom torch._C import x\nwith replaced(clips, _other=1): pass\n"
         "torch.ops.aten._to_copy.default\nself._mine"
     )
     assert reached(module) == {
-        "torch.nn.utils.clip_grad._has_foreach_support", "torch._decomp.decompositions._rnn_helper", "torch._C.x",
+        "torch.nn.utils.clip_grad._has_foreach_support", "torch._meta_registrations._meta_x", "torch._C.x",
     }  # fmt: skip
     assert exchanged(module) == {"torch.nn.utils.clip_grad._other"}
 

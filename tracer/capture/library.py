@@ -12,7 +12,6 @@ from torch import nn
 
 from tracer.capture.torch_fixes.dropout import idle_dropout
 from tracer.capture.torch_fixes.grouped import true_results
-from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
 from tracer.torch_api import CAPTURING, RandomVariable, replaced
 
@@ -23,7 +22,7 @@ OUTPUTS: Final = ("output_hidden_states", "output_attentions")
 def library_code() -> Iterator[None]:
     """In the body AOTAutograd takes what dynamo captured apart into the ops that eager runs, of the strides that those
     give."""
-    with trainable_layers(), whole_kernels(), idle_dropout(), true_results():
+    with whole_kernels(), idle_dropout(), true_results():
         yield
 
 

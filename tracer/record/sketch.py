@@ -16,7 +16,6 @@ from tracer.record.rows import shared_groups, storage_key
 from tracer.torch_api import pytree
 from traces.records.trace import ALIAS
 
-CUDNN: Final = "aten._cudnn_rnn.default"
 LONGEST: Final = 40  # characters of an argument that is no tensor
 
 
@@ -27,13 +26,10 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
         `arguments`: of each leaf its name and what it is ("int64[8, 128]"); `shares`: groups of tensor arguments, by
         their number, that share a storage; `frozen`, `evaluated`: how many parameters have no gradient, and how many
         modules are in evaluation mode; `dtypes`: of the parameters; `parameters`: how many, and a digest of their
-        names; `recurrent`: recurrent layers that are captured as elementary ops, if any, which eager runs by kernels of
-        their own; `aliases`: the ops that are slices which take all.
+        names; `aliases`: the ops that are slices which take all.
     """
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     tensors = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, torch.Tensor)]
-    whole = {row.module for row in program.rows if row.target == CUDNN}
-    recurrent = [name for name, m in modules.items() if isinstance(m, nn.RNNBase) and name not in whole]
     return {
         "arguments": [list(x) for x in _arguments(model, args, kwargs)],
         "shares": [list(group) for group in shared_groups(map(storage_key, tensors))],
@@ -41,7 +37,6 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
         "evaluated": sum(not m.training for m in modules.values()),
         "dtypes": sorted({_dtype(p) for p in parameters.values()}),
         "parameters": [len(parameters), names_digest(parameters)],
-        **({"recurrent": recurrent} if recurrent else {}),
         "aliases": [i for i, row in enumerate(program.rows) if row.target == ALIAS],
     }
 

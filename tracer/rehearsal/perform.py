@@ -25,7 +25,7 @@ from tracer.step.context import initialisers_without_values
 from tracer.step.loop import TrainingStep, run_step
 from tracer.step.optimizers import optimizer_tensors
 from tracer.step.step import load_spec
-from tracer.torch_api import init_gpu_context
+from tracer.torch_api import FakeTensorMode
 from traces.errors import LowtideError, SpecError
 from traces.files import replacing, to_json
 
@@ -138,7 +138,8 @@ def _around(function: str = "", *given: str) -> Any:
 def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None:
     """The ordinary loop around a step that Lowtide can build."""
     # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
-    init_gpu_context(torch.device("cuda", torch.cuda.current_device()))
+    with FakeTensorMode():
+        torch.empty(1, device="cuda")
     _lay_out(step.model, (*optimizer_tensors(step.optimizer), *step.tensors()))
     watch.begin()
     for _ in range(iterations):
