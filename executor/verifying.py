@@ -114,9 +114,9 @@ def _rounded(outcome: Verification, plan: Plan) -> Verification:
 
 
 def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verification:
-    """Compare again on one CPU thread, and tell a wrong plan from a graph that runs other kernels than eager. If the plan is bit-equal to the same graph without a plan, the plan is exact, and the graph
-    must agree with eager to `ROUNDING` in the first step's loss, gradients and buffers, and in every bit of counters
-    and random states.
+    """Compare again on one CPU thread, and tell a wrong plan from a graph that runs other kernels than eager. If
+    the plan is bit-equal to the same graph without a plan, the plan is exact, and the graph must agree with eager to
+    `ROUNDING` in the first step's loss, gradients and buffers, and in every bit of counters and random states.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

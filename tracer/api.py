@@ -31,7 +31,6 @@ class Options(TypedDict, total=False):
     dropout: float | None
     task: str | None
     attention: str | None
-    optimizer_impl: str | None
     zero_grad: str | None
     clip_grad_norm: float | None
     accumulate: int | None
@@ -85,7 +84,7 @@ def trace(
         rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
         say: told what happens, a line each time.
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
-            image_size (pixels), dtype, dropout, task, attention, optimizer_impl. For every step, of its
+            image_size (pixels), dtype, dropout, task, attention. For every step, of its
             loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
             accumulate (how often forward and backward run before the optimizer's step), release_gradients (each
             parameter is stepped in backward as soon as its gradient is there, which is freed), join_loss (model and
@@ -221,7 +220,7 @@ def in_hand(
     if batch is None:
         raise SpecError("a model in hand needs an example batch: trace(model, (inputs, targets), loss=...).")
     if isinstance(optimizer, str):
-        check_optimizer(optimizer, None)
+        check_optimizer(optimizer)
     check_capturable(model)
     chosen = parse_around(around)
     released = chosen.get("release_gradients", False)

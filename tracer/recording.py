@@ -59,5 +59,5 @@ def record_real(
     measured = measure(draft, ending, device, rounds=rounds, warmup=warmup, say=say)
     peak_bytes, requests = untouched_loop(build, device)
     if releases:
-        draft = trace_step(build, target, device=device, costs=Costs(measured=measured.by_signature()))
+        draft = trace_step(build, target, device=device, costs=Costs(measured=measured.by_name()))
     return measured.finish(draft, untouched=requests, untouched_peak_bytes=peak_bytes)

@@ -229,7 +229,6 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--seq-len", type=click.IntRange(min=1), help="Tokens in an example (transformers)."),
             click.option("--image-size", type=click.IntRange(min=1), help="Height and width of an image (vision)."),
             click.option("--optimizer", help="Optimizer: sgd, adam, adamw or none."),
-            click.option("--optimizer-impl", help="Its kind: foreach, fused or for-loop (default: torch's choice)."),
             click.option("--dtype", help="Type of the weights: float32, bfloat16 or float16."),
             click.option("--amp", help="Autocast of forward and loss: bfloat16 or float16. The weights stay float32."),
             click.option("--zero-grad", help="When gradients are freed: before forward (default), after the optimizer, "

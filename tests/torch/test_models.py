@@ -132,9 +132,8 @@ def test_auxiliary_classifiers_enter_the_loss_by_their_published_weight() -> Non
 
 
 def test_options_reach_the_model_and_the_optimizer() -> None:
-    step = fake_step("resnet50", optimizer="adamw", optimizer_impl="foreach", image_size=96, batch_size=4)
+    step = fake_step("resnet50", optimizer="adamw", image_size=96, batch_size=4)
     assert isinstance(step.optimizer, torch.optim.AdamW)
-    assert step.optimizer.param_groups[0]["foreach"] is True
     assert step.args[0].shape == (4, 3, 96, 96)
     assert fake_step("resnet18", optimizer="none").optimizer is None
     drops = [m.p for m in fake_step("vgg11", dropout=0.2).model.modules() if isinstance(m, nn.Dropout)]
@@ -144,14 +143,6 @@ def test_options_reach_the_model_and_the_optimizer() -> None:
     assert torch.get_default_dtype() == torch.float32
     widths = {d: fake_step("regnet_x_8gf", dtype=d).model.fc.in_features for d in ("float32", "bfloat16")}
     assert widths == {"float32": 1920, "bfloat16": 1920}
-
-
-def test_an_undecided_optimizer_can_take_the_path_of_a_gpu() -> None:
-    with FakeTensorMode():
-        undecided = load_spec("resnet18", {})(optimizer_as_on="cuda")
-        decided = load_spec("resnet18", {"optimizer_impl": "for-loop"})(optimizer_as_on="cuda")
-    assert undecided.optimizer.param_groups[0]["foreach"] is True  # type: ignore[union-attr]
-    assert decided.optimizer.param_groups[0]["foreach"] is False  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("settings", [{}, {"fused": False}, {"foreach": False}, {"lr": "tensor"}])
@@ -205,7 +196,6 @@ def test_which_implementation_torch_takes_on_a_gpu(
         ("bert-tiny", {"batch_size": 10**18}, "bert-tiny cannot be built with these options"),
         ("gpt2", {"dtype": "int8"}, "--dtype 'int8' is unknown"),
         ("gpt2", {"optimizer": "lion"}, "'lion' is unknown; known are sgd"),
-        ("gpt2", {"optimizer_impl": "magic"}, "'magic' is unknown"),
         ("gpt2", {"attention": "magic"}, "gpt2 cannot be built"),
         ("vit-base", {"image_size": 100}, "multiple of its patches"),
         ("vit_b_16", {"image_size": 100}, "vit_b_16 with --image-size 100"),

@@ -1,6 +1,6 @@
 """Work out what an op costs on the target: its time and what it allocates while it runs.
 
-What was measured for this very call, or else a roofline's time, and the outputs alone count.
+What was measured for it in another loop, or else a roofline's time, and the outputs alone count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Final
 
 from tracer.costs.roofline import op_time_ns, uses_tf32
 from tracer.costs.rows import OpRow
-from tracer.costs.signature import Signature
 from traces.devices import Device
 from traces.records.trace import VIEW
 
@@ -32,9 +31,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The costs of ops in a trace that is not measured itself; `measured`: of the same calls in another loop."""
+    """The costs of ops in a trace that is not measured itself; `measured`: of those of another loop, by name."""
 
-    measured: Mapping[Signature, Cost] = field(default_factory=dict)
+    measured: Mapping[str, Cost] = field(default_factory=dict)
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
         """The cost of an op. `created_bytes`: of the storages that it creates, which its events must sum to; else they
@@ -42,7 +41,7 @@ class Costs:
         """
         if row.flags & VIEW:
             return Cost(time_ns=0, events=(), source="")
-        known = self.measured.get(row.signature) if row.signature is not None else None
+        known = self.measured.get(row.name)
         if known is not None and _leaves(known.events, created_bytes):
             return known
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))

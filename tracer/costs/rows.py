@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from traces.records.trace import ACTIVATION
-
-if TYPE_CHECKING:
-    from tracer.costs.signature import Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +32,6 @@ class OpRow:
     flags: int = 0
     arguments: str = ""
     dtype: str = "float32"  # what the roofline looks up; not stored
-    signature: Signature | None = None  # the call, by which costs are found; not stored
 
 
 @dataclass(slots=True, kw_only=True)

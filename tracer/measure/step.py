@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 
 from tracer.costs.cost import MEASURED, REHEARSED, Cost
 from tracer.costs.rows import LibraryWorkspace
-from tracer.costs.signature import Signature
 from tracer.measure.probes import Round, Watch, on_cpu, on_cuda, settle, timed_on_cpu
 from tracer.measure.runner import GraphRunner
 from tracer.precision.policy import start_low
@@ -47,14 +46,9 @@ class Measured:
     workspaces: tuple[LibraryWorkspace, ...] | None  # that libraries keep; None: not a CUDA device
     header: dict[str, Any]  # what it says in a trace's header
 
-    def by_signature(self) -> dict[Signature, Cost]:
-        """The costs by call; where ops make the same one, their median time counts."""
-        calls: dict[Signature, list[Cost]] = {}
-        for row, cost in zip(self.draft.rows, self.costs, strict=True):
-            if row.signature is not None and not row.flags & VIEW:
-                calls.setdefault(row.signature, []).append(cost)
-        times = {call: statistics.median_high(c.time_ns for c in same) for call, same in calls.items()}
-        return {call: replace(same[0], time_ns=times[call]) for call, same in calls.items()}
+    def by_name(self) -> dict[str, Cost]:
+        """The costs by the name of the op."""
+        return {row.name: cost for row, cost in zip(self.draft.rows, self.costs, strict=True) if cost.source}
 
     def finish(self, draft: Draft | None = None, **header: Any) -> Trace:
         """The trace of the draft that was measured, or of another, which has costs of its own."""

@@ -11,7 +11,6 @@ import torch
 from tracer.costs.cost import Cost
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops
 from tracer.costs.rows import OpRow, StorageRow
-from tracer.costs.signature import of_call
 from tracer.torch_api import pytree
 from traces.records.trace import BACKWARD, VIEW, Ops, Storages, aliases_of, uses_of
 
@@ -31,7 +30,6 @@ def op_row(
         bytes_moved=0 if view else op_bytes(given, list(tensors_in(out)), func),
         flags=flags,
         dtype=compute_dtype(given),
-        signature=of_call(func, args, kwargs, out),
         **known,
     )
 

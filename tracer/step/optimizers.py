@@ -17,43 +17,22 @@ OPTIMIZERS: Final[dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]]
     "adamw": (torch.optim.AdamW, {"lr": 1e-4}),
 }
 NO_OPTIMIZER: Final = "none"
-IMPLEMENTATIONS: Final[dict[str, dict[str, bool]]] = {
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "for-loop": {"foreach": False, "fused": False},
-}
 
 
-def make_optimizer(
-    name: str, parameters: Iterable[torch.Tensor], implementation: str | None = None
-) -> torch.optim.Optimizer | None:
-    """An optimizer over `parameters`.
-
-    Args:
-        name: sgd (momentum 0.9), adam, adamw, or none (the step ends with the backward pass).
-        parameters: what it updates; those without requires_grad are left out.
-        implementation: foreach, fused or for-loop; None leaves the choice to torch, which takes foreach on
-            CUDA and the loop on the CPU.
-
-    Raises:
-        SpecError: unknown name or implementation.
-    """
-    check_optimizer(name, implementation)
+def make_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
+    """An optimizer over those of the parameters that require a gradient: sgd (momentum 0.9), adam, adamw, or none (the
+    step ends with the backward pass). Raises SpecError: unknown name."""
+    check_optimizer(name)
     if name == NO_OPTIMIZER:
         return None
     cls, settings = OPTIMIZERS[name]
-    chosen = IMPLEMENTATIONS[implementation] if implementation else {}
-    return cls([p for p in parameters if p.requires_grad], **settings, **chosen)
+    return cls([p for p in parameters if p.requires_grad], **settings)
 
 
-def check_optimizer(name: str, implementation: str | None) -> None:
-    """Raise SpecError for an unknown optimizer or implementation."""
+def check_optimizer(name: str) -> None:
+    """Raise SpecError for an unknown optimizer."""
     if name not in OPTIMIZERS and name != NO_OPTIMIZER:
         raise SpecError(f"optimizer {name!r} is unknown; known are {', '.join([*OPTIMIZERS, NO_OPTIMIZER])}.")
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise SpecError(
-            f"optimizer implementation {implementation!r} is unknown; known are {', '.join(IMPLEMENTATIONS)}."
-        )
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: str) -> None:

@@ -148,7 +148,7 @@ def config_step(
         kwargs=batch,
         loss=loss_in_outputs,
         loss_inputs=(),
-        optimizer=make_optimizer(options["optimizer"], model.parameters(), options.get("optimizer_impl")),
+        optimizer=make_optimizer(options["optimizer"], model.parameters()),
         batch_size=options["batch_size"],
         name=reference,
         options=dict(options),

@@ -102,7 +102,7 @@ TRANSFORMERS: Final[dict[str, tuple[str, dict[str, tuple[int, ...]]]]] = {
         },
     ),
 }
-_COMMON: Final = ("optimizer", "optimizer_impl", "dtype", "dropout")
+_COMMON: Final = ("optimizer", "dtype", "dropout")
 SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention")
 IMAGE_OPTIONS: Final = ("batch_size", "image_size", *_COMMON, "attention")
 DTYPES: Final = {"float32": "float32", "fp32": "float32", **AMP_DTYPES}
@@ -175,7 +175,7 @@ class KnownModel:
         if dtype not in DTYPES:
             raise SpecError(f"--dtype {options['dtype']!r} is unknown; known are {', '.join(DTYPES)}.")
         options["dtype"] = DTYPES[dtype]
-        check_optimizer(options["optimizer"], options.get("optimizer_impl"))
+        check_optimizer(options["optimizer"])
         return options
 
     def check(self, given: Mapping[str, Any]) -> None:

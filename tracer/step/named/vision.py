@@ -70,7 +70,7 @@ def classifier_step(
         kwargs={},
         loss=WithTargets(classification_loss(AUXILIARY_WEIGHT.get(name, 0.0)), (labels,)),
         loss_inputs=(labels,),
-        optimizer=make_optimizer(options["optimizer"], model.parameters(), options.get("optimizer_impl")),
+        optimizer=make_optimizer(options["optimizer"], model.parameters()),
         batch_size=batch,
         name=name,
         options=dict(options),
