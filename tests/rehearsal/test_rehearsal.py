@@ -92,20 +92,6 @@ def test_what_building_the_model_freed_is_not_reserved(step: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_buffer_that_was_made_as_a_view_is_moved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
-    found = []
-    for made in ("2**20", "2**10, 2**10"):
-        (tmp_path / "net.py").write_text(
-            STEP.replace(
-                "    net = Net()\n",
-                f"    net = Net()\n    net.register_buffer('places', torch.zeros({made}, device='cuda').flatten())\n",
-            )
-        )
-        found.append(rehearse(f"{tmp_path / 'net.py'}:build", "h100", iterations=2).figures)
-    assert found[0] == found[1]
-
-
-@pytest.mark.slow
 def test_lines_of_torchvision_are_named_at_the_peak() -> None:
     found = rehearse("resnet18", "h100", options={"batch_size": 8}, iterations=2)
     assert any(a.line.startswith("resnet.py:") for a in found.alive)

@@ -285,7 +285,7 @@ def compiled() -> Net:
             "2 of the optimizer's parameters are not",
         ),
         (Net, {"loss": 3}, "the loss is a int, not a function"),
-        (Net, {"seed": 2**65}, "none of torch's"),
+        (Net, {"seed": 2**65}, "cannot be built with these options"),
         (Net, {"device": "cpu", "target": "h100"}, "give one of the two"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), {}, "does not know its sizes yet"),
         (lambda: 3, {}, "a int is no model"),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-import torch
-
 from tests.torch import small_nets
 from tests.torch.steps import recorded
 from tracer.costs.cost import MEASURED, NONE, Cost, Costs

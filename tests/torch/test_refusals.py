@@ -80,19 +80,6 @@ def test_optimizers_that_run_the_model_themselves_are_refused() -> None:
     fit(model, (row(),), lambda y: y.sum(), None, budget="100%", say=str)
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_refused_with_the_module(kind: Any) -> None:
-    def model(*, frozen: bool = False) -> nn.Module:
-        made = nn.Sequential(kind(9, 4, sparse=True), nn.Linear(4, 2))
-        made[0].weight.requires_grad_(not frozen)
-        return made
-
-    said = refused(model, words)
-    assert f"its module 0 ({kind.__name__}) has gradients" in said
-    assert "sparse=False" in said
-    recorded(build_of(lambda: (model(frozen=True), words(), lambda y: y.sum(), None)))
-
-
 class Lookup(nn.Module):
     """A table without a module of its own."""
 

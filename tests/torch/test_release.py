@@ -372,9 +372,9 @@ def stepped_by(kind: Optimizer) -> Callable[[], tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("make", "options", "why"),
     [
-        (wide, {"clip_grad_norm": 1.0}, "excludes --clip-grad-norm: the norm is of all"),
-        (wide, {"accumulate": 2}, "excludes --accumulate"),
-        (wide, {"zero_grad": "keep"}, "excludes --zero-grad"),
+        (wide, {"clip_grad_norm": 1.0}, "excludes --clip-grad-norm"),
+        (wide, {"accumulate": 2}, "excludes .*--accumulate"),
+        (wide, {"zero_grad": "keep"}, "excludes .*--zero-grad"),
         (wide, {"amp": "float16"}, "scaler looks at all gradients"),
         (stepped_by(lambda ps: torch.optim.LBFGS(ps)), {}, "LBFGS wants a closure"),
         (stepped_by(lambda ps: torch.optim.SGD([{"params": ps, "max_grad_norm": 1.0}])), {}, "max_grad_norm"),

@@ -51,13 +51,6 @@ def check_capturable(model: nn.Module) -> None:
                 f"{type(model).__name__} cannot be captured: {where} is a TorchScript module, whose code is not "
                 "Python's. Use the module that was scripted."
             )
-        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if embeds and module.sparse and module.weight.requires_grad:
-            raise CaptureError(
-                f"{type(model).__name__} cannot be captured: {where} ({type(module).__name__}) has gradients of the "
-                "layout torch.sparse_coo, whose size depends on data. Only dense tensors can be planned; give it "
-                "sparse=False."
-            )
 
 
 def check_sharded(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ import os
 import pickle
 import runpy
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
@@ -23,7 +22,6 @@ from tracer.rehearsal.watch import Enough, Watch, names, null_driver
 from tracer.rehearsal.words import Said, Unheard, Words
 from tracer.step.context import initialisers_without_values
 from tracer.step.loop import TrainingStep, run_step
-from tracer.step.optimizers import optimizer_tensors
 from tracer.step.step import load_spec
 from tracer.torch_api import FakeTensorMode
 from traces.errors import LowtideError, SpecError
@@ -140,40 +138,10 @@ def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None
     # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
     with FakeTensorMode():
         torch.empty(1, device="cuda")
-    _lay_out(step.model, (*optimizer_tensors(step.optimizer), *step.tensors()))
     watch.begin()
     for _ in range(iterations):
         run_step(step, model, step.optimizer)
         watch.end()
-
-
-def _lay_out(model: nn.Module, rest: Sequence[torch.Tensor]) -> None:
-    """Let all lie as if it had been moved to the GPU in turn, with what modules do then (recurrent layers flatten their
-    weights): a model built there lies as it was built, among what its initialisers freed. What shares memory otherwise
-    stays where it is."""
-    flattened = {
-        id(w) for m in model.modules() if isinstance(m, nn.RNNBase) for w in m.parameters(recurse=False)
-    }
-    tensors = {id(x): x for x in (*model.parameters(), *model.buffers(), *rest)}
-    storages = Counter(x.untyped_storage().data_ptr() for k, x in tensors.items() if k not in flattened)
-    alone = {
-        k: x
-        for k, x in tensors.items()
-        if x.is_cuda and (k in flattened or storages[x.untyped_storage().data_ptr()] == 1)
-    }
-    sizes = {k: (x.shape, x.stride()) for k, x in alone.items()}
-    for x in alone.values():
-        x.untyped_storage().resize_(0)  # also for what it is a view of
-    torch.cuda.empty_cache()
-
-    def move(x: torch.Tensor) -> torch.Tensor:
-        if id(x) in sizes:
-            x.data = x.new_empty_strided(*sizes.pop(id(x)))
-        return x
-
-    model._apply(move)
-    for x in rest:
-        move(x)
 
 
 def _script(model: str, arguments: Sequence[str], watch: Watch, *, module: bool = False) -> None:

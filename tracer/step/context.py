@@ -39,17 +39,26 @@ def outside_fake_mode() -> Any:
 
 @contextmanager
 def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Return what is made in the body is made on `device`, and floating tensors as `dtype` unless they say otherwise.
+    """Floating tensors made in the body are of `dtype` unless they say otherwise, fake ones on the device, real ones on
+    the CPU, from where `moved` takes them.
 
     Converting a finished model would take both copies' memory, and fails for fake parameters.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device), initialisers_without_values():
+        with torch.device(device if is_fake() else "cpu"), initialisers_without_values():
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def moved(device: str, model: nn.Module, *batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A batch on the device, to which the model is moved first, as a training script does. Fake ones are there."""
+    if is_fake():
+        return batch
+    model.to(device)
+    return tuple(x.to(device) for x in batch)
 
 
 @contextmanager

@@ -48,23 +48,12 @@ def parse_around(given: dict[str, Any]) -> dict[str, Any]:
         raise SpecError(f"--clip-grad-norm {norm!r} must be a number above 0.")
     if type(count) is not int or count < 1:
         raise SpecError(f"--accumulate {count!r} must be a whole number of at least 1.")
-    if loop.get("release_gradients"):
-        _check_release(loop_of(loop))
+    if loop.get("release_gradients") and ("clip_grad_norm" in loop or count > 1 or way != BEFORE):
+        raise SpecError(
+            "--release-gradients steps each parameter in backward and frees its gradient, which excludes "
+            "--clip-grad-norm, --accumulate and --zero-grad, for which all gradients are there after backward."
+        )
     return parse_policy(given) | loop
-
-
-def _check_release(loop: Loop) -> None:
-    """Raise SpecError for what needs gradients after backward."""
-    for needs, option, why in (
-        (loop.clip_grad_norm is not None, "--clip-grad-norm", "the norm is of all gradients"),
-        (loop.accumulate > 1, "--accumulate", "the gradients of all parts are added up before a step"),
-        (loop.zero_grad != BEFORE, "--zero-grad", "each is set to None after its own step"),
-    ):
-        if needs:
-            raise SpecError(
-                "--release-gradients steps each parameter in backward and frees its gradient, which excludes "
-                f"{option}: {why}. Leave one of the two out."
-            )
 
 
 def loop_of(around: dict[str, Any]) -> Loop:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from tracer.precision.policy import FLOAT16, Autocast
 from tracer.step.loop_options import loop_of, parse_around
@@ -21,9 +21,6 @@ from traces.model_spec import IN_HAND, is_build_function
 
 if TYPE_CHECKING:
     from tracer.step.loop import TrainingStep
-
-
-SEEDS: Final = (-(2**63), 2**64 - 1)  # the least and the greatest that torch's generators take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +32,6 @@ class BuildStep:
     seed: int
     make: Callable[[str], TrainingStep]  # device -> step
     policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.step.loop_options`
-
-    def __post_init__(self) -> None:
-        if not SEEDS[0] <= self.seed <= SEEDS[1]:
-            raise SpecError(
-                f"seed {self.seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}."
-            )
 
     def __call__(self, device: str = "cpu", *, optimizer_as_on: str = "") -> TrainingStep:
         """Build the step on `device`, from the same seed every time.
@@ -66,11 +57,11 @@ class BuildStep:
         if device.startswith("cuda:") and not is_fake():
             # What asks for the GPU's name, memory, generator or events then asks this one.
             torch.cuda.set_device(device)
-        random.seed(self.seed)
         # torch's own function would seed a GPU that this step does not touch, too.
         seed = torch.manual_seed if device.startswith("cuda") else torch.default_generator.manual_seed
-        seed(self.seed)
         with built(self.model):
+            random.seed(self.seed)
+            seed(self.seed)
             step = under_policy(self.make(device), self.policy, device)
         if step.optimizer is not None and optimizer_as_on == "cuda":
             from tracer.step.optimizers import choose_as_on_cuda

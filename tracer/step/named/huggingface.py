@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from tracer.step.batch import loss_in_outputs
-from tracer.step.context import made_on, made_with_values, outside_fake_mode
+from tracer.step.context import made_on, made_with_values, moved, outside_fake_mode
 from tracer.step.loop import TrainingStep
 from tracer.step.named.vision import import_torchvision, set_dropout
 from tracer.step.optimizers import make_optimizer
@@ -53,15 +53,6 @@ FAMILIES: Final = {
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "llama": {
         "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
     },
     "t5": {"decoder_start_token_id": 0},
     "vit": {"num_labels": 1000},
@@ -142,6 +133,7 @@ def config_step(
         if getattr(model, "loss_type", "") is None and task == "causal-lm":
             model.loss_type = "ForCausalLM"  # which not every class's name tells
         batch = _Batch(reference, config, options).of(model, task)
+        batch = dict(zip(batch, moved(device, model, *batch.values()), strict=True))
     return TrainingStep(
         model=model,
         args=(),

@@ -67,7 +67,7 @@ TRANSFORMERS: Final[dict[str, tuple[str, dict[str, tuple[int, ...]]]]] = {
         },
     ),
     # The shapes of Llama 3.2 1B and 3B and of Llama 3.1 8B.
-    # (All with the rotary scaling of 3.2, which changes values but no size and no cost.)
+    # (Without their rotary scaling, which changes values but no size and no cost.)
     "llama": (
         "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size "
         "tie_word_embeddings",

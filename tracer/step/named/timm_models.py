@@ -61,7 +61,7 @@ def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingS
         if not classes:
             raise SpecError(f"{reference} has no classes to train on; write a function that builds its step.")
         channels = getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
-        return classifier_step(reference, model, channels, classes, options)
+        return classifier_step(reference, model, channels, classes, options, device)
 
 
 def _timm() -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from tracer.step.batch import WithTargets
-from tracer.step.context import made_on, outside_fake_mode
+from tracer.step.context import made_on, moved, outside_fake_mode
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import make_optimizer
 from tracer.torch_api import replaced
@@ -51,19 +51,19 @@ def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
             raise
         except Exception as error:
             raise SpecError(f"{name} with --image-size {size} cannot be built: {error}") from error
-        return classifier_step(name, model, 3, CLASSES, options)
+        return classifier_step(name, model, 3, CLASSES, options, device)
 
 
 def classifier_step(
-    name: str, model: nn.Module, channels: int, classes: int, options: dict[str, Any]
+    name: str, model: nn.Module, channels: int, classes: int, options: dict[str, Any], device: str
 ) -> TrainingStep:
     """The step of a classifier of images, in training mode, on a random batch."""
     size, batch = options["image_size"], options["batch_size"]
     model.train()
     if options.get("dropout") is not None:
         set_dropout(model, float(options["dropout"]))
-    images = torch.randn(batch, channels, size, size)
-    labels = torch.randint(classes, (batch,))
+    given = torch.randn(batch, channels, size, size), torch.randint(classes, (batch,))
+    images, labels = moved(device, model, *given)
     return TrainingStep(
         model=model,
         args=(images,),
