@@ -145,16 +145,8 @@ def _rehearsed(
         return traced_on_null_driver(request, objects, gpu, say)
     except EnvironmentProblem as error:
         require_torch()
-        reason = str(error)
-    except SpecError as error:
-        if not objects:
-            raise
-        reason = (
-            f"{error}. Put what makes them into a function of a file and trace that (file.py:build), or trace with "
-            "--device cuda on the GPU."
-        )
-    say(f"approximate, by what ops return: {reason}")
-    return None
+        say(f"approximate, by what ops return: {error}")
+        return None
 
 
 def trace_there(folder: str, request: dict[str, Any]) -> dict[str, Any]:

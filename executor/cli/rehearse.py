@@ -302,7 +302,7 @@ def _warnings(found: Rehearsal) -> list[str]:
 
 def describe(warning: PredictionWarning) -> str:
     """A rehearsal's warning as a sentence."""
-    from tracer.rehearsal.record import ASSUMED, ELSEWHERE, HOST_READ, MASK
+    from tracer.rehearsal.record import ASSUMED, HOST_READ, MASK
 
     f = warning.figures
     place = warning.subject or "code without a line in Python"
@@ -311,8 +311,6 @@ def describe(warning: PredictionWarning) -> str:
     if warning.code == HOST_READ:
         told = "true" if f["told"] else "zero"
         return f"{place} reads {f['bytes']} bytes from the GPU, {f['times']} times, and is told {told}."
-    if warning.code == ELSEWHERE:
-        return f"{show_bytes(int(f['bytes']))} are on GPU {warning.subject}, which is not this rank's."
     if warning.code == ASSUMED:
         return f"{warning.subject}'s buffers count as empty: only a GPU knows how large they are."
     return f"{warning.subject} was asked for, which the null driver has not; torch went on without."

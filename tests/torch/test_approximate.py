@@ -12,7 +12,7 @@ from torch.nn import functional
 from executor.plans import Settings, measure_plan
 from executor.training.module import apply_plan
 from tests.torch import small_nets
-from tests.torch.steps import build_of, plan_of, step_of
+from tests.torch.steps import plan_of, step_of
 from tracer.costs.libraries import rerun_workspaces
 from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
@@ -20,7 +20,6 @@ from tracer.step.step import load_spec
 from traces.devices import device
 from traces.errors import PlanError
 from traces.records.plan import Plan
-from traces.records.trace import WORKSPACE, Trace
 
 MIB = 2**20
 
@@ -55,29 +54,9 @@ def test_attention_of_a_gpu_holds_no_scores(options: dict[str, Any]) -> None:
     assert here[0] == "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
-def workspaces(of: Trace) -> dict[str, int]:
-    sts = of.storages
-    found = zip(sts.name, sts.nbytes, sts.category, strict=True)
-    return {name: n for name, n, c in found if c == WORKSPACE}
-
-
-def test_only_a_step_that_multiplies_matrices_keeps_cublas_s_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tracer.record import assemble
-
-    monkeypatch.setattr(assemble, "release", lambda: (2, 13))
-    mlp = load_spec(small_nets.spec("mlp"))
-    kept = {f"cuBLAS workspace ({thread})": 8_519_680 for thread in ("forward", "backward")}
-    assert workspaces(trace_step(mlp, device("a100-40")).trace) == kept
-    assert workspaces(trace_step(mlp, device("cpu")).trace) == {}
-    draft = trace_step(mlp, device("h200"))
-    assert {*workspaces(draft.trace).values()} == {32 * MIB}
+def test_ops_that_ask_for_cublas_s_buffer_again() -> None:
+    draft = trace_step(load_spec(small_nets.spec("mlp")), device("h200"))
     assert rerun_workspaces(draft.rows, device("h200")) == {"aten.addmm.default": 0}
-
-    def make() -> Any:
-        model = nn.Conv1d(3, 4, 3)
-        return model, torch.randn(2, 3, 8), lambda y: y.sum(), torch.optim.SGD(model.parameters())
-
-    assert workspaces(trace_step(build_of(make), device("h200")).trace) == {}
 
 
 def test_a_recording_on_a_gpu_has_the_optimizer_that_torch_takes_of_real_parameters() -> None:

@@ -10,33 +10,9 @@ from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from traces.devices import Device
 from traces.records.trace import BACKWARD, FORWARD, WORKSPACE
 
-KIB: Final = 2**10
-A_CALL_FROM: Final = (
-    2,
-    15,
-)  # from here on cuBLAS gets its buffer for a call; up to then each thread keeps one
 CUBLAS: Final = frozenset(
     {"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"}
 )
-
-
-def cublas_bytes(device: Device) -> int:
-    """cuBLAS's buffer (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-    return (4096 * 8 if device.sm[0] in (9, 10, 12) else 4096 * 2 + 16 * 8) * KIB
-
-
-def library_storages(
-    ops: Iterable[OpRow], device: Device, release: tuple[int, int]
-) -> tuple[StorageRow, ...]:
-    """The buffers that cuBLAS keeps, forward's and backward's thread one each, as storages of the whole step."""
-    if device.kind != "cuda" or release >= A_CALL_FROM:
-        return ()
-    calls = [(i, r.phase == BACKWARD) for i, r in enumerate(ops) if short_name(r.target) in CUBLAS]
-    firsts = (next((i for i, b in calls if b is backward), -1) for backward in (False, True))
-    found = zip(("forward", "backward"), firsts, strict=True)
-    return tuple(
-        _kept(f"cuBLAS workspace ({thread})", cublas_bytes(device), i) for thread, i in found if i >= 0
-    )
 
 
 def workspace_rows(ops: Sequence[OpRow], seen: Iterable[LibraryWorkspace]) -> tuple[StorageRow, ...]:

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from traces.errors import SpecError
 
-# Options of a step that are not the model's: they are applied around whatever builds it.
-POLICY_OPTIONS: Final = ("amp",)
 AMP_DTYPES: Final = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 FLOAT16: Final = "float16"  # the one that needs its gradients scaled: its smallest normal number is 6e-5
 
@@ -68,18 +66,17 @@ def without_autocast() -> Any:
 
 
 def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
-    """The policy's options out of all options, with their full names. Raises SpecError: an unknown value, or autocast
-    of weights that are not float32.
+    """The type of autocast out of all options, by its full name. Raises SpecError: an unknown one, or autocast of
+    weights that are not float32.
     """
-    policy = {k: given[k] for k in POLICY_OPTIONS if given.get(k) is not None}
-    if "amp" in policy:
-        amp = policy["amp"] = parse_amp(policy["amp"])
-        dtype = str(given.get("dtype") or "float32").removeprefix("torch.")
-        if dtype not in ("float32", "fp32"):
-            raise SpecError(
-                f"--amp {amp} keeps the weights in float32, and --dtype {dtype} does not; give one of the two."
-            )
-    return policy
+    if given.get("amp") is None:
+        return {}
+    amp, dtype = parse_amp(given["amp"]), str(given.get("dtype") or "float32").removeprefix("torch.")
+    if dtype not in ("float32", "fp32"):
+        raise SpecError(
+            f"--amp {amp} keeps the weights in float32, and --dtype {dtype} does not; give one of the two."
+        )
+    return {"amp": amp}
 
 
 def parse_amp(value: Any) -> str:

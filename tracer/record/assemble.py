@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tracer.costs.cost import Cost, Costs
-from tracer.costs.libraries import library_storages, rerun_workspaces, workspace_rows
+from tracer.costs.libraries import rerun_workspaces, workspace_rows
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.eager import EagerRecorder
@@ -28,7 +28,7 @@ from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.step.release import check_alone, hand, hands_over
 from tracer.step.user_errors import explained
-from tracer.torch_api import FakeTensorMode, execution_engine, pytree, release
+from tracer.torch_api import FakeTensorMode, execution_engine, pytree
 from traces.devices import Device
 from traces.errors import CaptureError
 from traces.records.store import validate
@@ -57,7 +57,6 @@ class Draft:
 
     rows: tuple[OpRow, ...]  # by op id
     storages: tuple[StorageRow, ...]
-    libraries: tuple[StorageRow, ...]  # further ones, that libraries keep by rule
     meta: TraceMeta  # without what the costs decide
     program: Program
     graph_ops: tuple[int, ...]  # program op -> op id
@@ -93,14 +92,14 @@ class Draft:
 
         Args:
             costs: by op id; None: those that the step was recorded with.
-            workspaces: what libraries were seen to keep; None: what they keep by rule.
+            workspaces: what libraries were seen to keep; None: nobody looked.
             untouched: what the untouched loop asks of the allocator.
 
         Raises:
             TraceError: what was collected contradicts itself (a defect of the tracer).
         """
         costs = self.priced if costs is None else costs
-        kept = self.libraries if workspaces is None else workspace_rows(self.rows, workspaces)
+        kept = workspace_rows(self.rows, workspaces or ())
         ops, storages = tables_of(self.rows, (*self.storages, *kept), costs)
         sources = dict(Counter(c.source for c in costs if c.source))
         meta = replace(self.meta, workspace=sources, fingerprint=fingerprint(ops, storages), **header)
@@ -337,7 +336,6 @@ def _arrange(
     return Draft(
         rows=tuple(rows),
         storages=tuple(storages),
-        libraries=library_storages(rows, target, release()) if on_gpu else (),
         meta=meta,
         program=program,
         graph_ops=tuple(graph_id),

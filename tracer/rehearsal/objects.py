@@ -141,7 +141,10 @@ def save(objects: Any, path: Path) -> None:
         _Pickler(file).dump(objects)
     except Exception as error:  # whatever an object's own code raises
         text = " ".join(str(error).split())[:200]
-        raise SpecError(f"these objects cannot be carried to another process: {text}") from None
+        raise SpecError(
+            f"these objects cannot be carried to another process: {text}. Put what makes them into a function of a "
+            "file and trace that (file.py:build), or trace with --device cuda on the GPU."
+        ) from None
     path.write_bytes(file.getvalue())
 
 

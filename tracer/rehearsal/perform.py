@@ -91,14 +91,10 @@ def do(
             f"{model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a build "
             "function as FILE.py:build."
         )
-    if (
-        watch.iterations
-        and not any(i.peaks.allocated_bytes for i in watch.iterations)
-        and (used := watch.elsewhere())
-    ):
+    if watch.iterations and not any(i.peaks.allocated_bytes for i in watch.iterations):
         raise SpecError(
-            f"{model}: rank {fields['rank']} has memory on GPU {', '.join(map(str, used))} and none on its own, number "
-            f"{local_rank}; call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first, as its job must."
+            f"{model}: nothing was allocated on GPU {local_rank}; as one of several ranks, call "
+            "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first."
         )
     if snapshot:
         with replacing(snapshot) as path:

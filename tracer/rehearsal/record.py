@@ -20,8 +20,6 @@ MASK: Final = "rehearsal-mask"  # a mask was taken to select all
 ASSUMED: Final = "rehearsal-assumed"
 # A function was asked for that the null driver has not, and torch did without.
 MISSING: Final = "rehearsal-missing"
-# A rank holds memory of a GPU that is not its own.
-ELSEWHERE: Final = "rehearsal-elsewhere"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,6 @@ import torch
 from tracer.rehearsal.peak import BEFORE, MOST_LINES, at_the_peak, foreign, owned_by
 from tracer.rehearsal.record import (
     ASSUMED,
-    ELSEWHERE,
     HOST_READ,
     MASK,
     MISSING,
@@ -210,7 +209,6 @@ class Watch:
             for (where, size, told), times in self._reads.most_common(MOST_LINES)
         ]
         found += [(MASK, where, {"times": n}) for where, n in self._masks.most_common(MOST_LINES)]
-        found += [(ELSEWHERE, str(gpu), {"bytes": n}) for gpu, n in self.elsewhere().items()]
         found += [(ASSUMED, s, {}) for s in names(self._driver.null_assumed_names())]
         found += [(MISSING, s, {}) for s in names(self._driver.null_missing_names())]
         return tuple(PredictionWarning(code=code, subject=s, figures=f) for code, s, f in found)
@@ -224,14 +222,6 @@ class Watch:
             (sum(r[1] for r in rows if r[2] <= at and not 0 < r[3] <= at) for _, _, at, _ in rows), default=0
         )
         return tuple(Communicator(ranks=r[0], nbytes=r[1]) for r in reversed(rows)), most
-
-    def elsewhere(self) -> dict[int, int]:
-        """What was allocated at most on GPUs that are not watched, in bytes, by their number."""
-        others = (
-            set(range(torch.cuda.device_count())) - {self._device} if torch.cuda.is_initialized() else set()
-        )
-        peaks = {gpu: int(self._stats(gpu)["allocated_bytes"]["all"]["peak"]) for gpu in sorted(others)}
-        return {gpu: n for gpu, n in peaks.items() if n}
 
     def reads(self) -> list[str]:
         """The values that were read, the most frequent first, in words."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from tracer.precision.policy import POLICY_OPTIONS, parse_policy
+from tracer.precision.policy import parse_policy
 from traces.errors import SpecError
 
 BEFORE: Final = "before"
@@ -35,7 +35,7 @@ class Loop:
 
 ORDINARY: Final = Loop()
 LOOP_OPTIONS: Final = tuple(f.name for f in fields(Loop))
-AROUND_OPTIONS: Final = (*POLICY_OPTIONS, *LOOP_OPTIONS)  # what is applied around whatever builds a step
+AROUND_OPTIONS: Final = ("amp", *LOOP_OPTIONS)  # what is applied around whatever builds a step
 
 
 def parse_around(given: dict[str, Any]) -> dict[str, Any]:
