@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -57,24 +57,6 @@ def test_attention_of_a_gpu_holds_no_scores(options: dict[str, Any]) -> None:
 def test_ops_that_ask_for_cublas_s_buffer_again() -> None:
     draft = trace_step(load_spec(small_nets.spec("mlp")), device("h200"))
     assert rerun_workspaces(draft.rows, device("h200")) == {"aten.addmm.default": 0}
-
-
-def test_a_recording_on_a_gpu_has_the_optimizer_that_torch_takes_of_real_parameters() -> None:
-    """Of fake ones torch takes the loop, and the measured step, which takes foreach, would have other ops."""
-    asked: list[tuple[str, str]] = []
-
-    class Build:
-        policy: ClassVar[dict[str, Any]] = {}
-
-        def __call__(self, on: str, *, optimizer_as_on: str = "") -> Any:
-            asked.append((on, optimizer_as_on))
-            raise LookupError
-
-    build: Any = Build()
-    for target, on in (("h200", "cuda"), ("h200", "cuda:1"), ("h200", "cpu"), ("cpu", "cpu")):
-        with pytest.raises(LookupError):
-            trace_step(build, device(target), device=on)
-    assert asked == [("cuda", "cuda"), ("cuda:1", "cuda"), ("cpu", "cuda"), ("cpu", "cpu")]
 
 
 def test_step_counters_of_an_optimizer_stay_on_the_cpu() -> None:

@@ -90,11 +90,9 @@ def _logs() -> set[Any]:
 def compile_joint(
     module: fx.GraphModule, examples: Sequence[Any], kind: str, left_out: Collection[int], **compilers: Any
 ) -> Compiled:
-    """Compile what dynamo captured by way of its joint graph, with torch's kernels whole.
+    """Compile what dynamo gave to its backend by way of its joint graph, with torch's kernels whole.
 
     Args:
-        module, examples: what dynamo gave to its backend.
-        kind: the type of the device.
         left_out: numbers of outputs that have no gradient.
         compilers: `fw_compiler`, `bw_compiler`, `inference_compiler` and `partition_fn` of AOTAutograd.
 

@@ -72,10 +72,9 @@ def joint_of(
     unread: Sequence[tuple[Input, torch.Tensor]] = (),
     on_gpu: bool = False,
 ) -> Joint:
-    """Read a joint graph, which stays as it is.
+    """Read a joint graph, which stays as it is. Its placeholders are primals, as many as `inputs`, and tangents.
 
     Args:
-        module: its placeholders are primals, as many as `inputs`, and tangents.
         forward_outputs: how many of its outputs are forward's.
         unread: inputs of the call, and their values, that no op reads.
         on_gpu: batch norms are cuDNN's where torch takes it.

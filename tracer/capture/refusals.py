@@ -83,15 +83,8 @@ def check_step(step: TrainingStep) -> None:
 
 
 def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError:
-    """Why torch.compile captured no graph of a call, in our own words.
-
-    Args:
-        model: which was called.
-        error: what torch.compile raised.
-        hint: what else helps, as the sentence ends.
-
-    Raises:
-        CaptureError: FSDP2 shards blocks of the model.
+    """Why torch.compile captured no graph of a call of the model, in our own words; `hint`: what else helps, as the
+    sentence ends. Raises CaptureError: FSDP2 shards blocks of the model.
     """
     check_sharded(model)
     name = type(model).__name__

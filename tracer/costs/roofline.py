@@ -34,12 +34,8 @@ SAME_FORMULA: Final = {
 
 
 def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, *, tf32: bool = False) -> int:
-    """Nanoseconds that an op takes on a device.
-
-    Args:
-        flops: floating-point operations, a multiplication and an addition counted as two.
-        dtype: what it computes in, as torch names it ("float32").
-        tf32: whether float32 is computed on TF32 tensor cores where the device has them; see `uses_tf32`.
+    """Nanoseconds that an op takes that computes in a type as torch names it ("float32"). A multiplication and an
+    addition are two `flops`. `tf32`: whether float32 is computed on TF32 tensor cores where there are some.
 
     Counts: max(flops / (0.7 * peak), bytes / (0.8 * bandwidth)) + launch. Ignores: see the module's docstring.
     """
@@ -66,14 +62,10 @@ def compute_dtype(inputs: Iterable[torch.Tensor]) -> str:
 
 
 def op_flops(target: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of one call of an op.
+    """Floating-point operations of one call of an op (or its packet), whose tensors may be fake.
 
-    Args:
-        target: an `OpOverload` (or its packet).
-        args, kwargs, out: what it took and gave; tensors may be fake.
-
-    Counts: what `torch.utils.flop_counter` counts, also for attention on the CPU. Ignores: all other ops, and
-    calls that torch's formula refuses; these return 0.
+    Counts: what `torch.utils.flop_counter` counts, also for attention on the CPU. Ignores: all other ops, and calls
+    that torch's formula refuses; these return 0.
     """
     packet = getattr(target, "_overloadpacket", target)
     formula = _formulas().get(packet)
@@ -164,14 +156,11 @@ GATHERS: Final = frozenset({"embedding", "index", "gather", "index_select"})
 def op_bytes(
     inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], target: Any | None = None
 ) -> int:
-    """Bytes that an op reads and writes.
+    """Bytes that an op reads and writes, each tensor counted once. `target`: the op, if lookups are to be counted by
+    the rows that they fetch and not by the whole table.
 
-    Args:
-        inputs: the tensors that it reads, each counted once; outputs: those that it writes.
-        target: the op, if lookups are to be counted by the rows that they fetch and not by the whole table.
-
-    Counts: the elements of each tensor, an expanded one by what it has in memory. Ignores: caches, and what a
-    kernel reads twice.
+    Counts: the elements of each tensor, an expanded one by what it has in memory. Ignores: caches, and what a kernel
+    reads twice.
     """
     written = sum(_touched_bytes(t) for t in _distinct(outputs))
     packet = getattr(target, "_overloadpacket", target)

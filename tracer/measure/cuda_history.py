@@ -58,16 +58,9 @@ def mark() -> int:
 
 
 def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindow]) -> History:
-    """Cut a device's list of allocator events into ops.
-
-    Args:
-        entries: `torch.cuda.memory._snapshot()["device_traces"][device]`: `action`, `addr`, `size` in order of time.
-            "alloc" and "free_requested" change what is allocated, both with the size that was requested; the others
-            (segments, the completion of a free) do not.
-        windows: the ops in the order in which they ran.
-
-    Raises:
-        TraceError: a marker is not there: the history is cut off, or something else recorded at the same time.
+    """Cut a device's list of allocator events, in order of time, into the ops that ran. "alloc" and "free_requested"
+    change what is allocated, both with the size that was requested; segments and the completion of a free do not.
+    Raises TraceError: a marker is not there, as the history is cut off, or something else recorded at the same time.
     """
     names = [f"op {k} ({w.target})" for k, w in enumerate(windows) for _ in range(2)]
     parts = marked(entries, [address for w in windows for address in (w.before, w.after)], names)
@@ -94,12 +87,8 @@ def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindo
 def marked(
     entries: Sequence[Mapping[str, Any]], markers: Sequence[int], names: Sequence[str] = ()
 ) -> list[list[Move]]:
-    """Return what was allocated (True, address, bytes) and freed (False, ...) behind each marker, up to the next.
-
-    Args:
-        entries: as for `read_history`.
-        markers: their addresses, in order of time.
-        names: of what each belongs to, for the error.
+    """Return what was allocated (True, address, bytes) and freed (False, ...) behind each marker, by its address, up to
+    the next. `names`: of what each belongs to, for the error.
     """
     moves = [
         (e["action"] == "alloc", int(e["addr"]), int(e["size"]))

@@ -65,12 +65,8 @@ def measure(
     warmup: int = 2,
     say: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Times and allocations of a recorded step.
-
-    Args:
-        draft: the same step on fake tensors of the same device.
-        rounds: timed rounds, of which each op's median counts. In a rehearsal nothing is timed.
-        say: told how many timed rounds are done, and what makes the times doubtful.
+    """Times and allocations of a step that was recorded on fake tensors of the same device. In a rehearsal nothing is
+    timed. `rounds`: timed ones, of which each op's median counts.
 
     Raises:
         TraceError: the real step ran other ops than the recorded one.

@@ -104,10 +104,7 @@ def trace_step(
     Args:
         target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are the
             CPU's, but for attention.
-        device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
-
-    Raises:
-        CaptureError, SpecError: the step cannot be built or captured.
+        device: of the fake tensors; anything but "cpu" needs a build of torch for it.
     """
     costs = costs or Costs()
     as_gpu = device == "cpu" and target.kind == "cuda"

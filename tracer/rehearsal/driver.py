@@ -168,13 +168,8 @@ def _compiled_for(torch: CudaTorch, gpu: Device) -> int:
 def driver_environment(
     torch: CudaTorch, gpu: Device, *, context_bytes: int = 0, devices: int = 1
 ) -> dict[str, str]:
-    """The variables under which a fresh process finds that GPU, and torch's CUDA code runs without one.
-
-    Args:
-        torch: for whose imports the driver is built.
-        gpu: of the device table.
-        context_bytes: what the CUDA context takes of the device's memory before torch asks for any.
-        devices: how many such GPUs there are.
+    """The variables under which a fresh process finds so many such GPUs, and torch's CUDA code runs without one.
+    `context_bytes`: what the CUDA context takes of the device's memory before torch asks for any.
     """
     place = driver_directory(torch)
     limits = architecture(gpu)

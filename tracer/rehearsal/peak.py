@@ -56,7 +56,6 @@ def at_the_peak(
     Args:
         events: of torch's memory history, for one GPU.
         owned: addresses of parameters, gradients and state, as they were at `owned_us`.
-        phase_at: the phase at a time, in microseconds of Unix time.
     """
     blocks: dict[int, Event] = {}
     now = highest = 0

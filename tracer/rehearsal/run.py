@@ -213,18 +213,9 @@ def run_on_null_driver(
 def traced_on_null_driver(
     request: Mapping[str, Any], objects: Any, gpu: Device, say: Callable[[str], None]
 ) -> Trace:
-    """Return what `tracer.trace` records of a step with `device="cuda"` in a fresh process that finds that GPU, with as
-    much memory as it takes.
-
-    Args:
-        request: arguments of `tracer.trace`, all of them JSON.
-        objects: further ones, by name, that are in hand.
-        say: told what the other process has to say.
-
-    Raises:
-        SpecError: the objects cannot be carried there.
-        EnvironmentProblem: no CUDA build of torch, no C compiler, or the step asks for what the null driver has not.
-        LowtideError: the step could not be recorded.
+    """Return what `tracer.trace` records with these arguments, all of them JSON, and objects in hand by name, with
+    `device="cuda"` in a fresh process that finds that GPU, with as much memory as it takes. Raises as `trace` does, and
+    SpecError: the objects cannot be carried there.
     """
     driver = driver_environment(find_cuda_torch(), replace(gpu, memory_bytes=LARGE_BYTES))
     with TemporaryDirectory() as name:
@@ -245,18 +236,10 @@ def traced_on_null_driver(
 
 
 def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "") -> int:
-    """Run a command as it is where that GPU is found, its output not caught; returns its exit code.
-
-    What it says was measured there is told by the GPU's name, which ends in `traces.provenance.ABSENT`.
-
-    Args:
-        words: one of COMMANDS and its arguments.
-        gpu: of the device table, as "h100".
-        alloc_conf: PYTORCH_ALLOC_CONF, unless the environment sets it.
-
-    Raises:
-        EnvironmentProblem: no CUDA build of torch, no C compiler.
-        SpecError: the GPU means nothing.
+    """Run a command (one of COMMANDS and its arguments) where that GPU is found, its output not caught; returns its
+    exit code. What it says was measured there is told by the GPU's name, which ends in `traces.provenance.ABSENT`.
+    `alloc_conf`: PYTORCH_ALLOC_CONF, unless the environment sets it. Raises EnvironmentProblem: no CUDA build of torch,
+    no C compiler; SpecError: there is no such GPU.
     """
     driver = driver_environment(find_cuda_torch(), device(gpu), context_bytes=CONTEXT_BYTES)
     settings = dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else {}

@@ -84,11 +84,9 @@ class BuildFunction(UserStep):
         return f"{self.path.name}:{self.function}"
 
     def step(self, options: dict[str, Any], device: str) -> TrainingStep:
-        """Import the file, call the function, and make a training step of what it returns.
-
-        Raises:
-            SpecError: the file or function fails, or returns something else.
-            CaptureError: it needs the values of tensors while nothing may be allocated.
+        """Import the file, call the function, and make a training step of what it returns. Raises SpecError: the file
+        or function fails, or returns something else; CaptureError: it needs the values of tensors while nothing may be
+        allocated.
         """
         with _importable_from(self._root):
             build = self._function()

@@ -43,11 +43,8 @@ class InHand(UserStep):
         return f"{IN_HAND}{type(self.model).__name__}"
 
     def step(self, device: str) -> TrainingStep:
-        """A training step of copies on `device`, fake under a fake mode.
-
-        Raises:
-            SpecError: something is of the wrong kind, or cannot be copied.
-            CaptureError: the loss or what makes the optimizer reads values that a fake trace does not have.
+        """A training step of copies on `device`, fake under a fake mode. Raises SpecError: something is of the wrong
+        kind, or cannot be copied; CaptureError: the loss or what makes the optimizer reads values that a fake trace lacks.
         """
         self._check(self.model, self.loss)
         self._check_hooks()

@@ -34,12 +34,8 @@ class BuildStep:
     policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.step.loop_options`
 
     def __call__(self, device: str = "cpu", *, optimizer_as_on: str = "") -> TrainingStep:
-        """Build the step on `device`, from the same seed every time.
-
-        Args:
-            device: where the model and the batch go ("cpu", "cuda").
-            optimizer_as_on: "cuda" makes an optimizer that leaves the choice to torch take the path that
-                torch would choose on a GPU (foreach), also when the tensors are on the CPU.
+        """Build the step on a device, from the same seed every time. `optimizer_as_on`: "cuda" makes an optimizer that
+        leaves the choice to torch take the path that torch would choose on a GPU (foreach), also on CPU tensors.
 
         Raises:
             SpecError: the spec or what the user's function returned does not make sense.

@@ -26,7 +26,6 @@ _FOREIGN: Final = tuple(
     )
 )
 _LAYERS: Final = f"{Path(torch.__file__).resolve().parent / 'nn' / 'modules'}{os.sep}"
-_DISTRIBUTIONS: Final = f"{Path(torch.__file__).resolve().parent / 'distributions'}{os.sep}"
 
 
 def is_foreign(file: str) -> bool:
@@ -102,9 +101,6 @@ def explain(error: BaseException, model: nn.Module) -> BaseException:
 
 def _in_words(error: BaseException, name: str) -> CaptureError:
     line = blame(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.startswith(_DISTRIBUTIONS) for frame in frames):
-        line += ", where a distribution checks its arguments; validate_args=False leaves that out"
     ragged = "shape_env must not be None" in str(error)  # a nested tensor's rows have lengths that are data
     if is_data_dependent(error) or ragged or isinstance(error, DynamicOutputShapeException):
         op = getattr(error, "func", None) or "there"

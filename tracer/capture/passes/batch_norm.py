@@ -34,15 +34,10 @@ def takes_cudnn(
     *,
     enabled: bool = True,
 ) -> bool:
-    """Return whether torch takes cuDNN for a batch norm in training on a CUDA GPU.
+    """Return whether torch takes cuDNN for a batch norm in training on a CUDA GPU, of a tensor with channels second.
 
     The rules are those of `use_cudnn` in torch's `aten/src/ATen/native/Normalization.cpp` (`_batch_norm_impl_index`),
     releases 2.11 to 2.13. They have been read, and no GPU has confirmed them here.
-
-    Args:
-        x: at least three-dimensional, channels second.
-        weight, bias, mean, var: the parameters and the running statistics.
-        enabled: `torch.backends.cudnn.enabled`.
     """
     if weight is None or bias is None or (mean is None) != (var is None):
         return False

@@ -103,12 +103,8 @@ def config_step(
     """Build the model of a configuration in training mode, one random batch with labels, and the optimizer.
 
     The weights are random and of the type that `options` say, whatever `data` says. No attention mask is passed: every
-    sequence has the full length.
-
-    Args:
-        reference: the model's name, for messages.
-        task: a key of TASKS; None: the first that transformers has for it, or that the configuration names.
-        options: those of `KnownModel.takes`.
+    sequence has the full length. `task`: a key of TASKS; None: the first that transformers has for it, or that the
+    configuration names.
 
     Raises:
         SpecError: transformers has no such architecture, or none of it for the task, or it cannot be built so; or
