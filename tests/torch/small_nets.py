@@ -48,10 +48,11 @@ def tied() -> Built:
 
 def overflowing() -> dict[str, Any]:
     """Asks for float16, with a loss whose gradients overflow at the first scale."""
-    model, batch, _, optimizer = mlp()
+    model, batch, _, _ = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=0.9)
 
     def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return 1e7 * functional.mse_loss(y, target)
+        return 1e5 * functional.mse_loss(y, target)
 
     return {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer, "amp": "float16"}
 

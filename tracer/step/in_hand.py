@@ -44,7 +44,7 @@ class InHand(UserStep):
 
     def step(self, device: str) -> TrainingStep:
         """A training step of copies on `device`, fake under a fake mode. Raises SpecError: something is of the wrong
-        kind, or cannot be copied; CaptureError: the loss or what makes the optimizer reads values that a fake trace lacks.
+        kind, or cannot be copied; CaptureError: the loss or what makes the optimizer reads values, which fakes lack.
         """
         self._check(self.model, self.loss)
         self._check_hooks()
