@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from tracer.costs.cost import NONE, Costs
+from tracer.costs.cost import NONE
 from tracer.measure.step import measure
 from tracer.measure.untouched import untouched_loop
 from tracer.record.step import trace_step
@@ -20,24 +20,24 @@ from traces.records.trace import Trace
 Say = Callable[[str], None]  # told what happens, a line each time
 
 
-def silent(text: str) -> None:
-    """Say nothing."""
-
-
-def record_fake(build: BuildStep, target: Device, say: Say = silent, *, device: str = "cpu") -> Trace:
-    """A trace from fake tensors, its ops' times by the roofline, their bytes by what they return.
-
-    Args:
-        target: whose costs.
-        device: of the fake tensors; anything but "cpu" needs a build of torch for it.
-    """
+def record_fake(
+    build: BuildStep, target: Device, say: Say = lambda text: None, *, device: str = "cpu"
+) -> Trace:
+    """A trace from fake tensors, its ops' times by the target's roofline, their bytes by what they return. `device`: of
+    the tensors; anything but "cpu" needs a build of torch for it."""
     trace = trace_step(build, target, device=device).trace
     say(f"Approximate: {trace.meta.workspace.get(NONE, 0)} computing ops count by what they return alone.")
     return trace
 
 
 def record_real(
-    build: BuildStep, target: Device, device: str, say: Say = silent, *, rounds: int = 5, warmup: int = 2
+    build: BuildStep,
+    target: Device,
+    device: str,
+    say: Say = lambda text: None,
+    *,
+    rounds: int = 5,
+    warmup: int = 2,
 ) -> Trace:
     """A trace measured on this machine.
 
@@ -59,5 +59,5 @@ def record_real(
     measured = measure(draft, ending, device, rounds=rounds, warmup=warmup, say=say)
     peak_bytes, requests = untouched_loop(build, device)
     if releases:
-        draft = trace_step(build, target, device=device, costs=Costs(measured=measured.by_name()))
+        draft = trace_step(build, target, device=device, measured=measured.by_name())
     return measured.finish(draft, untouched=requests, untouched_peak_bytes=peak_bytes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.torch import small_nets
 from tests.torch.steps import recorded
-from tracer.costs.cost import MEASURED, NONE, Cost, Costs
+from tracer.costs.cost import MEASURED, NONE, Cost, cost_of
 from tracer.costs.rows import OpRow
 from tracer.step.step import load_spec
 from traces.devices import device
@@ -21,13 +21,13 @@ def row(flags: int = 0) -> OpRow:
 
 def test_measured_events_count_unless_they_leave_other_bytes() -> None:
     known = Cost(time_ns=7, events=(40, 256, -40), source=MEASURED)
-    costs = Costs(measured={"mm": known})
-    assert costs.of(row(), 256, CPU) == known
-    assert costs.of(row(), 260, CPU).source == NONE
-    told = costs.of(replace(row(), name="addmm"), 256, CPU)
+    measured = {"mm": known}
+    assert cost_of(row(), 256, CPU, measured) == known
+    assert cost_of(row(), 260, CPU, measured).source == NONE
+    told = cost_of(replace(row(), name="addmm"), 256, CPU, measured)
     assert (told.events, told.source) == ((), NONE)
     assert told.time_ns > 0
-    view = Costs().of(row(flags=VIEW), 0, CPU)
+    view = cost_of(row(flags=VIEW), 0, CPU)
     assert (view.events, view.source, view.time_ns) == ((), "", 0)
 
 

@@ -6,8 +6,9 @@ What was measured for it in another loop, or else a roofline's time, and the out
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Final
 
 from tracer.costs.roofline import op_time_ns, uses_tf32
@@ -29,23 +30,20 @@ class Cost:
     source: str  # one of these; "" for a view, which computes nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """The costs of ops in a trace that is not measured itself; `measured`: of those of another loop, by name."""
+Measured = Mapping[str, Cost]  # of ops of another loop, by name
+NOBODY_S: Final[Measured] = MappingProxyType({})
 
-    measured: Mapping[str, Cost] = field(default_factory=dict)
 
-    def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
-        """The cost of an op. `created_bytes`: of the storages that it creates, which its events must sum to; else they
-        do not describe this call.
-        """
-        if row.flags & VIEW:
-            return Cost(time_ns=0, events=(), source="")
-        known = self.measured.get(row.name)
-        if known is not None and _leaves(known.events, created_bytes):
-            return known
-        time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))
-        return Cost(time_ns=time_ns, events=(), source=NONE)
+def cost_of(row: OpRow, created_bytes: int, device: Device, measured: Measured = NOBODY_S) -> Cost:
+    """The cost of an op in a trace that is not measured itself. `created_bytes`: of the storages that it creates;
+    what was `measured` counts where its events sum to that."""
+    if row.flags & VIEW:
+        return Cost(time_ns=0, events=(), source="")
+    known = measured.get(row.name)
+    if known is not None and _leaves(known.events, created_bytes):
+        return known
+    time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))
+    return Cost(time_ns=time_ns, events=(), source=NONE)
 
 
 def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:

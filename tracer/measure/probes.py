@@ -124,11 +124,10 @@ def memory_profiler() -> Iterator[Any]:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with contextlib.ExitStack() as stack:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-            prof = stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
-        yield prof
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            yield prof
 
 
 def cpu_account(prof: Any, prefix: str) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:

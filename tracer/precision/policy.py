@@ -38,12 +38,6 @@ class Autocast:
         with torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache):
             yield
 
-    def __str__(self) -> str:
-        if not self.dtype:
-            return "no autocast"
-        uncached = "" if self.cache else ", cache_enabled=False"
-        return f'torch.autocast("{self.kind}", dtype=torch.{self.dtype}{uncached})'
-
 
 OFF: Final = Autocast()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tracer.costs.cost import Cost, Costs
+from tracer.costs.cost import Cost, Measured, cost_of
 from tracer.costs.libraries import rerun_workspaces, workspace_rows
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
@@ -63,7 +63,7 @@ class Draft:
     step: TrainingStep  # on fake tensors, its optimizer with its state
     mode: FakeTensorMode  # of those
     target: Device
-    costs: Costs
+    measured: Measured
 
     @cached_property
     def created_bytes(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Draft:
     def priced(self) -> list[Cost]:
         """By op id: what it costs, as the step was recorded."""
         rows = zip(self.rows, self.created_bytes, strict=True)
-        return [self.costs.of(row, created, self.target) for row, created in rows]
+        return [cost_of(row, created, self.target, self.measured) for row, created in rows]
 
     def finish(
         self,
@@ -107,7 +107,12 @@ class Draft:
 
 
 def assemble(
-    step: TrainingStep, program: Program, mode: FakeTensorMode, target: Device, meta: TraceMeta, costs: Costs
+    step: TrainingStep,
+    program: Program,
+    mode: FakeTensorMode,
+    target: Device,
+    meta: TraceMeta,
+    measured: Measured,
 ) -> Draft:
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
     Raises CaptureError if the loss code or the optimizer fails, or looks at the data of a tensor.
@@ -144,7 +149,7 @@ def assemble(
             stub.told = {before.calls: last_call}
             run_step(step, stub, step.optimizer, begin)
             recorder.look()
-    return _arrange(step, mode, program, recorder, stub, gradients, target, meta, costs)
+    return _arrange(step, mode, program, recorder, stub, gradients, target, meta, measured)
 
 
 def _arguments(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -281,7 +286,7 @@ def _arrange(
     gradients: set[int],
     target: Device,
     meta: TraceMeta,
-    costs: Costs,
+    measured: Measured,
 ) -> Draft:
     """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
     storages, eager = recorder.storages, recorder.rows
@@ -342,7 +347,7 @@ def _arrange(
         step=step,
         mode=mode,
         target=target,
-        costs=costs,
+        measured=measured,
     )
 
 

@@ -1,17 +1,5 @@
-"""Assemble the Trace of one whole training step: the captured model, and around it the loss code and the optimizer.
-
-The step that is recorded is the ordinary loop's steady state:
-
-    optimizer.zero_grad(set_to_none=True)             # or: p.grad = None
-    loss = loss_of(model(*args, **kwargs))
-    loss.backward()
-    optimizer.step()
-
-With a dtype policy (`tracer.precision.policy`), forward and loss run under autocast, and a GradScaler scales and steps.
-
-The model's own ops come from the captured graph, the rest is recorded around a stand-in for it
-(`tracer.record.assemble`).
-"""
+"""Assemble the Trace of one whole training step in its steady state: the captured model, whose ops come from its graph,
+and around it the loss code and the optimizer, recorded around a stand-in (`tracer.record.assemble`)."""
 
 from __future__ import annotations
 
@@ -26,7 +14,7 @@ import torch
 from tracer.capture.capture import capture
 from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
-from tracer.costs.cost import Costs
+from tracer.costs.cost import NOBODY_S, Measured
 from tracer.environment import versions
 from tracer.record.assemble import Draft, assemble
 from tracer.record.program import Program, program_of
@@ -97,23 +85,23 @@ def trace_step(
     target: Device,
     *,
     device: str = "cpu",
-    costs: Costs | None = None,
+    measured: Measured = NOBODY_S,
 ) -> Draft:
-    """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
+    """Record the step that `build` makes on fake tensors: sizes from torch, times by a roofline.
 
     Args:
         target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are the
             CPU's, but for attention.
         device: of the fake tensors; anything but "cpu" needs a build of torch for it.
+        measured: costs of ops of another loop, by name (`cost_of`).
     """
-    costs = costs or Costs()
     as_gpu = device == "cpu" and target.kind == "cuda"
     with fake_mode() as mode:
         # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
         made = program_of(capture_step(step, target if as_gpu else None))
         kind = target.kind if as_gpu else device.partition(":")[0]
-        return assemble(step, made, mode, target, header(step, made, build, kind, target), costs)
+        return assemble(step, made, mode, target, header(step, made, build, kind, target), measured)
 
 
 def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Draft:

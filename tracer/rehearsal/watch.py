@@ -78,8 +78,6 @@ class Watch:
         self._reset = cuda_reset_peak_memory_stats
         self._driver = null_driver()
 
-    # -- what the loop tells ------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """An iteration begins. Until a module is called it goes on as the one before it ended, with its gradients."""
         self._loop.enter(OPTIMIZER if self.iterations else FORWARD)
@@ -113,8 +111,6 @@ class Watch:
         old = self._phases.get(self._phase)
         self._phases[self._phase] = found if old is None else old | found
         self._reset(self._device)
-
-    # -- what torch tells ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -160,8 +156,6 @@ class Watch:
             if len(self.iterations) >= self._most:
                 raise Enough
 
-    # -- what the user's own code is told -----------------------------------------------------------------------------
-
     def _stats_as_if_alone(self, device: int) -> Any:
         """torch's statistics with the peaks that they would have if nobody had reset them but the user."""
         stats = self._stats(device)
@@ -199,8 +193,6 @@ class Watch:
         told = int(told and not any(word in text for word in _DOUBTS))
         self._reads[where, size, told] += 1
         return told
-
-    # -- what came out ------------------------------------------------------------------------------------------------
 
     def warnings(self) -> tuple[PredictionWarning, ...]:
         """Values that were read, sizes that are assumed, functions that are not there."""

@@ -1,17 +1,10 @@
 """Divide whatever a user calls a batch between the model's arguments and the loss of its output.
 
-With a loss function:
-    mapping: `model(**batch)`. Keys that `forward` does not name (labels, targets) go to the loss alone: one of
-        them as `loss(output, value)`, several as `loss(output, {key: value})`.
-    (inputs, targets): `loss(model(inputs), targets)`; inputs may be a tuple (`model(*inputs)`, or `model(inputs)` if
-        `forward` cannot take them one by one) or a mapping (`model(**inputs)`). Of a longer tuple the last is the
-        targets: `model(*batch[:-1])`.
-    tensor: `loss(model(batch))`.
-    A loss function of one argument gets the output alone; `forward` then gets all of a tuple of tensors if it cannot
-        do without the last, and what it could take or do without is refused.
-Without one (the model computes its loss):
-    mapping: `model(**batch)`; tuple: `model(*batch)`; tensor: `model(batch)`. The loss is `output.loss`,
-    `output["loss"]`, the output itself if it is a scalar, or `output[0]` if that is a scalar.
+The table in the manual (tracer/README.md, "What can be traced") says how. Beyond it: keys of a mapping that `forward`
+does not name go to the loss alone, several of them as one dict; inputs in a tuple are `model(*inputs)`, or
+`model(inputs)` if `forward` cannot take them one by one. A loss function of one argument gets the output alone;
+`forward` then gets all of a tuple of tensors if it cannot do without the last, and what it could take or do without is
+refused.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ FAMILIES: Final = {
 }
 # Families' defaults are the published ones; stated here is only what training needs or the defaults lack.
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
-    "llama": {
-        "max_position_embeddings": 131072,
-    },
+    "llama": {"max_position_embeddings": 131072},
     "t5": {"decoder_start_token_id": 0},
     "vit": {"num_labels": 1000},
 }
