@@ -17,14 +17,12 @@ from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.records.plan import RECOMPUTE, Action
 from traces.records.trace import (
     BACKWARD,
-    FIRST,
     FORWARD,
     GRADIENT,
     OPTIMIZER,
     OPTIMIZER_STATE,
     WORKSPACE,
     Trace,
-    Untouched,
 )
 
 MIB = 1 << 20
@@ -168,24 +166,6 @@ def test_what_the_loop_holds_of_a_part_goes_when_the_next_one_s_is_there() -> No
     first = [(0, x), (1, loss), (2, g), (~0, 0)]
     second = [(3, x), (4, loss), (~1, 0), (5, g), (~3, 0), (~5, 0), (6, 2 * MIB), (~4, 0), (~6, 0)]
     assert asked(requests_of(problem, build(problem))) == [*first, *second, (~2, 0)]
-
-
-@pytest.mark.parametrize(("stays", "zero_grad"), [(False, "before"), (True, "keep")])
-def test_parts_of_a_loop_of_the_user_s_own_are_those_of_its_untouched_requests(
-    stays: bool, zero_grad: str
-) -> None:
-    """Two forwards and backwards: x and g of each; the first g stays, or goes with the first optimizer step. What a
-    gradient scaler makes for good when it first scales a loss is no gradient."""
-    t = adding_up()
-    asked = [(0, 4, 0, FORWARD), (1, 30, FIRST if stays else 0, BACKWARD), (~0, 0, 0, BACKWARD)]
-    asked += [(2, 4, 0, FORWARD), (3, 30, 0, BACKWARD), (~3, 0, 0, BACKWARD), (~2, 0, 0, BACKWARD)]
-    asked += [] if stays else [(~1, 0, 0, OPTIMIZER)]
-    asked += [(-1, 4, FIRST, BACKWARD)]
-    block, nbytes, once, phase = zip(*asked, strict=True)
-    untouched = Untouched(block=block, nbytes=nbytes, once=once, phase=phase)
-    own = Problem(replace(t, meta=replace(t.meta, loop="step()"), untouched=untouched))
-    said = Problem(adding_up(accumulate=2, zero_grad=zero_grad))
-    assert requests_of(own, build(own)) == requests_of(said, build(said))
 
 
 @pytest.mark.parametrize("way", ["keep", "none"])
