@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from simulator.allocator.replay import load_plain
 from simulator.core.problem import holdings
-from simulator.history.run import History, parts_of
+from simulator.history.run import NO_MODULE, History, parts_of
 from simulator.history.snapshot import OTHER, history_of
 from simulator.planners.outcome import where
 from simulator.prediction.ask import Question, problem_of
@@ -20,7 +20,7 @@ from simulator.prediction.step import Prediction, predict
 from traces.errors import SpecError, TraceError
 from traces.records.measurement import Measurement
 from traces.records.plan import Plan
-from traces.records.trace import ACTIVATION, GRADIENT, PARAMETER, WORKSPACE
+from traces.records.trace import ACTIVATION, BUFFER, GRADIENT, PARAMETER, WORKSPACE
 
 KNOWN: Final = (
     "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`, `execute PLAN -o`"
@@ -99,13 +99,13 @@ def of_prediction(c: Prediction, name: str) -> History:
     op = run.schedule.op[at] if at >= 0 else -1
     told = []
     for s in holdings(trace, run.schedule, at) if at >= 0 else range(len(sts)):
-        made = sts.producer[s]
-        of = (
-            (ops.module[made], ops.name[made]) if made >= 0 else (sts.name[s].rpartition(".")[0], sts.name[s])
-        )
-        told.append((sts.category[s], *of, sts.nbytes[s]))
+        made, name_of, category = sts.producer[s], sts.name[s], sts.category[s]
+        own = name_of.rpartition(".")[0] or "the model itself"
+        named = own if category in (PARAMETER, BUFFER) else NO_MODULE
+        of = (ops.module[made] or NO_MODULE, ops.name[made]) if made >= 0 else (named, name_of)
+        told.append((category, *of, sts.nbytes[s]))
     if rest := peak - sum(row[-1] for row in told):
-        told.append((WORKSPACE, ops.module[op], ops.name[op], rest))
+        told.append((WORKSPACE, ops.module[op] or NO_MODULE, ops.name[op], rest))
     return History(
         name=name,
         kind="plan" if c.plan.changes else "trace",
@@ -123,7 +123,7 @@ def of_prediction(c: Prediction, name: str) -> History:
 def _of_layers(op: str, module: str) -> str:
     """What the same op of all repeated layers is called."""
     layers = re.sub(r"\b\d+\b", "*", module)
-    return re.sub(r"_\d+$", "", op) + f" of {layers}" * bool(module)
+    return re.sub(r"_\d+$", "", op) + f" of {layers}" * (module not in ("", NO_MODULE))
 
 
 def _rehearsed(name: str, r: Mapping[str, Any]) -> History:

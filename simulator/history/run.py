@@ -13,6 +13,7 @@ from traces.units import show_bytes
 
 PARTS: Final = ("category", "module", "line")  # what the bytes at the peak are told by
 UNNAMED: Final = "(nobody knows)"
+NO_MODULE: Final = "outside of the model"  # of an op of the loss or the optimizer, of a batch, of a workspace
 Parts = Mapping[str, Mapping[str, int]]
 
 
