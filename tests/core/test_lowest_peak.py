@@ -41,7 +41,7 @@ def test_it_goes_on_where_the_greedy_ends_and_a_plan_of_that_peak_is_found() -> 
         floor_bytes <= now < floor_bytes + (1 << 19)
     )  # some KiB above the floor; the greedy ends 6.3 MiB above
     assert f"({now} bytes), and no plan at all can go below" in words
-    plan = plan_with("search", Problem(of), now, LONG)
+    plan = plan_with("search", Problem(of), now)
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= now
 
 
