@@ -106,37 +106,31 @@ def test_equal_segments_differ_by_one_creating_op_at_most() -> None:
     assert equal_segments([False], 1) == [0]
 
 
-def test_a_border_that_backward_does_not_need_is_saved_for_the_next_segment() -> None:
-    # y crosses from block h.0 to h.1 and backward does not read it
+@pytest.mark.parametrize(
+    ("last", "again", "saved"),
+    [
+        # y crosses from block h.0 to h.1, and backward does not read it.
+        ("h.1.fc", {"x", "z"}, {"y"}),
+        # No recomputation reads it.
+        ("head", {"x"}, set()),
+    ],
+)
+def test_a_border_is_saved_for_the_next_segment_where_a_recomputation_reads_it(
+    last: str, again: set[str], saved: set[str]
+) -> None:
     of = trace(
         [
             fwd({"x": 4}, "w", module="h.0.fc"),
             fwd({"y": 4}, "x", module="h.0"),
-            fwd({"z": 4}, "y", module="h.1.fc"),
+            fwd({"z": 4}, "y", module=last),
             bwd({"g": 4}, "z"),
             bwd({"k": 4}, "g", "x"),
         ],
         {"w": 4},
     )
     plan = plan_with("per-block", Problem(of), UNLIMITED)
-    assert names(of, plan) == {"x", "z"}
-    assert names(of, plan, SAVE) == {"y"}
-
-
-def test_a_border_that_no_recomputation_reads_is_not_saved() -> None:
-    of = trace(
-        [
-            fwd({"x": 4}, "w", module="h.0.fc"),
-            fwd({"y": 4}, "x", module="h.0"),
-            fwd({"loss": 4}, "y", module="head"),
-            bwd({"g": 4}, "loss"),
-            bwd({"k": 4}, "g", "x"),
-        ],
-        {"w": 4},
-    )
-    plan = plan_with("per-block", Problem(of), UNLIMITED)
-    assert names(of, plan) == {"x"}
-    assert names(of, plan, SAVE) == set()
+    assert names(of, plan) == again
+    assert names(of, plan, SAVE) == saved
 
 
 @pytest.mark.parametrize(

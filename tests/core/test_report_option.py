@@ -49,6 +49,8 @@ COMMANDS: list[tuple[Any, tuple[str, ...]]] = [
     (simulate, ("capacity", NOTHING, "--gpus", "h100")),
     (simulate, ("compare", NOTHING, "--budget", "80%")),
     (simulate, ("pareto", NOTHING)),
+    (simulate, ("why", NOTHING)),
+    (simulate, ("diff", NOTHING, NOTHING)),
 ]
 
 
@@ -73,18 +75,6 @@ def test_a_missing_package_is_named_before_the_work(
     assert "pip install altair vl-convert-python" in result.stderr
     assert NOTHING not in result.stderr
     assert (result.stdout, list(tmp_path.iterdir())) == ("", [])
-
-
-def test_a_page_that_cannot_be_made_is_named_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "page.html", tmp_path):
-        result = call(execute, "run", NOTHING, "--report", path)
-        assert result.exit_code == 2
-        assert str(path) in result.stderr
-        assert NOTHING not in result.stderr
-    result = call(execute, "run", NOTHING, "-o", tmp_path / "file" / "measurement.json")
-    assert NOTHING not in result.stderr
-    assert "is not a directory" in result.stderr
 
 
 def test_what_was_measured_is_printed_though_the_page_fails(

@@ -15,10 +15,7 @@ from executor import apply_plan, fit
 from executor.fitting.gradient_errors import gradient_errors
 from executor.verifying import verify
 from simulator import Infeasible, plan
-from simulator.core.problem import Problem
-from simulator.levers import rewritten_problem
 from tests.torch.conftest import Measurer
-from tests.torch.steps import measured
 from tests.torch.test_tile import (
     HEADS,
     WORDS,
@@ -96,19 +93,6 @@ def wide() -> tuple[Any, Any, Any, Any]:
     model, loss = apart(HEADS["bias"]())[0], flat
     ids = torch.randint(0, WORDS, (16, 50))
     return model, (ids, ids.flip(1)), loss, lambda ps: torch.optim.SGD(ps, lr=0.5)
-
-
-SPEC = f"{Path(__file__).resolve()}:wide"
-
-
-def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
-    spec = load_spec(SPEC, {"join_loss": True})
-    of = measured(spec)
-    made = in_tiles(of, 7)
-    predicted = rewritten_problem(Problem(of), made.rewrites).saved.timeline.peak_allocated_bytes
-    assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 3
-    assert verify(spec, made, steps=2).equal
-    assert measurer.steady_peak(made, tmp_path) == predicted
 
 
 def test_a_trace_of_model_and_loss_has_a_head() -> None:
