@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,27 +33,13 @@ if TYPE_CHECKING:
     from simulator.studies.sweep import Sweep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A measurement and what the report and the exit code need beside it."""
-
-    plan_path: str
-    plan: Plan
-    measurement: Measurement
-    verification: Verification | None = None
-
-    @property
-    def first_difference(self) -> str:
-        return self.verification.first_difference if self.verification else ""
-
-
 def measure_plan(
     plan: Plan,
     path: Path,
     settings: Settings,
     progress: Callable[[str], None],
     known: dict[str, JobResult] | None = None,
-) -> Outcome:
+) -> Measurement:
     """Verify and measure one plan, which stands in the file `path`.
 
     Args:
@@ -107,7 +93,8 @@ def measure_plan(
     if told or not times_apply(plan.meta, settings.device, environment.get("gpu", "")):
         # Another device's times say nothing about this one's.
         predicted, baseline = replace(predicted, step_time_ns=None), replace(baseline, step_time_ns=None)
-    measurement = Measurement(
+    checked = verification or Verification(equal=False, bit_equal=False, steps=0)
+    return Measurement(
         model=plan.meta.model,
         options=dict(plan.meta.options),
         planner=plan.planner,
@@ -123,15 +110,13 @@ def measure_plan(
         keep_all_predicted=baseline,
         keep_all=results[KEEP_ALL].figures,
         eager=results[EAGER].figures,
-        verified=None if verification is None else verification.equal,
-        max_abs_difference={} if verification is None else verification.max_abs_difference,
-        steps=settings.steps if verification is not None else 0,
-    )
-    return Outcome(
-        plan_path=str(path),
-        plan=plan,
-        measurement=measurement,
-        verification=verification,
+        verified=checked.equal if verification else None,
+        max_abs_difference=checked.max_abs_difference,
+        steps=settings.steps if verification else 0,
+        bit_equal=checked.bit_equal if verification else None,
+        first_difference=checked.first_difference,
+        verification_note=checked.note,
+        eager_against_itself=checked.control_difference,
     )
 
 
@@ -192,7 +177,7 @@ def verify(
 
 def measure_sweep(
     directory: Path, settings: Settings, progress: Callable[[str], None]
-) -> tuple[Sweep, list[Outcome]]:
+) -> tuple[Sweep, dict[Path, Measurement]]:
     """Measure every plan of a sweep, as `measure_plan` does, and write the figures of all into its file.
 
     A row whose verification failed has no measured figures. Raises SpecError in a rehearsal, which measures nothing.
@@ -203,19 +188,16 @@ def measure_sweep(
         raise SpecError(
             "a sweep holds what was measured, and on a GPU that is not there nothing is; execute its plans."
         )
-    path = directory / "sweep.json"
-    table = Sweep.load(path)
-    outcomes, rows = [], []
+    table, found, rows = Sweep.load(directory / "sweep.json"), dict[Path, Measurement](), []
     for row in table.rows:
         figures: dict[str, RunFigures] = {}
         if row.plan_path:
             progress(f"Batch size {row.batch_size}")
             file = directory / row.plan_path
-            outcomes.append(measure_plan(Plan.load(file), file, settings, progress))
-            m = outcomes[-1].measurement
+            found[file] = m = measure_plan(Plan.load(file), file, settings, progress)
             if m.verified is not False:
                 figures = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
         rows.append(replace(row, measured=figures))
     table = replace(table, rows=tuple(rows))
-    table.save(path)
-    return table, outcomes
+    table.save(directory / "sweep.json")
+    return table, found

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from executor.campaign.cases import NONE, Case, Method
 from executor.measuring import JobResult
-from executor.plans import Outcome, Settings, measure_plan
+from executor.plans import Settings, measure_plan
 from simulator.prediction import ask as api
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, TraceError
 from traces.files import Form, JsonRecord, to_json
@@ -98,20 +98,19 @@ def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say) -> Boo
 def _result(case: Case, method: Method, trace: Path, known: Known, plan: Path, say: Say) -> Result:
     """Return what comes out of a case, also where it is an error."""
     try:
-        found = _measured(case, method, trace, known, plan, say)
+        m = _measured(case, method, trace, known, plan, say)
     except LowtideError as error:
         kinds = {BudgetError: INFEASIBLE, OutOfMemoryProblem: OUT_OF_MEMORY, LowtideError: FAILED}
         status = next(status for kind, status in kinds.items() if isinstance(error, kind))
         return Result(case=case, status=status, message=str(error))
-    m = found.measurement
     if m.verified is False:
-        why = f"not equal to eager: {found.first_difference}"
+        why = f"not equal to eager: {m.first_difference}"
         return Result(case=case, status=NOT_EQUAL, message=why, measurement=m)
     return Result(case=case, status=ABSENT if m.provenance == REHEARSED else DONE, measurement=m)
 
 
-def _measured(case: Case, method: Method, trace: Path, known: Known, plan: Path, say: Say) -> Outcome:
-    """The outcome of `measure_plan`, after the step's trace was recorded in a process of its own, once a step."""
+def _measured(case: Case, method: Method, trace: Path, known: Known, plan: Path, say: Say) -> Measurement:
+    """What `measure_plan` finds, after the step's trace was recorded in a process of its own, once a step."""
     if case.step not in known:
         say("recording the step")
         given = {"case": to_json(case), "method": to_json(method), "path": str(trace)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,8 @@ from traces.records.plan import ALLOCATED
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
-    from executor.plans import Outcome, Settings
+    from executor.plans import Settings
+    from traces.records.measurement import Measurement
 
 
 def _settings(steps: int, verify: bool, **given: Any) -> Settings:
@@ -102,34 +104,22 @@ def run_plan(
     given = Plan.load(plan)
     check_trusted(plan, given.meta.model, settings.model, trust)
     from executor.plans import measure_plan
-    from traces.errors import BudgetError, VerificationError
 
-    outcome = measure_plan(given, plan, settings, out.say)
-    measurement = outcome.measurement
+    measurement = measure_plan(given, plan, settings, out.say)
     if output is not None:
         measurement.save(output)
-    out.show(lambda: answer(outcome), lambda: in_words(outcome))
+    out.show(lambda: answer(plan, measurement), lambda: in_words(measurement))
     if out.report is not None:
         from executor.matching import trace_of
         from executor.report import write_measurement
 
-        if trace_name is None and outcome.plan.meta.mode == "real":
+        if trace_name is None and given.meta.mode == "real":
             out.say("The report's curves are drawn without measured workspaces; give --trace for those.")
         out.say("Writing the report ...")
         with stdout_free(out.as_json):
-            recorded = trace_of(outcome.plan, settings.model, settings.device, trace_name)
-        write_measurement(out.report, measurement, recorded, outcome.plan)
-    if measurement.verified is False:
-        note = outcome.verification.note if outcome.verification else ""
-        raise VerificationError(
-            "the planned step does not compute what the untouched model computes: "
-            f"{outcome.first_difference}{f' ({note})' if note else ''}."
-        )
-    if measurement.within_budget is False:
-        raise BudgetError(
-            f"the planned step's peak is {show_bytes(measurement.limited_bytes)}, over the budget of "
-            f"{show_bytes(measurement.budget_bytes)}; plan for less, or trace again as it runs here."
-        )
+            recorded = trace_of(given, settings.model, settings.device, trace_name)
+        write_measurement(out.report, measurement, recorded, given)
+    _refuse({plan: measurement})
 
 
 @execute.command()
@@ -220,42 +210,51 @@ def sweep(directory: Path, trust: bool, settings: Settings, out: Output) -> None
     from executor.matching import check_trusted
     from executor.plans import measure_sweep
     from simulator.studies.sweep import Sweep
-    from traces.errors import BudgetError, VerificationError
 
     check_trusted(directory, Sweep.load(directory / "sweep.json").model, "", trust)
-    table, outcomes = measure_sweep(directory, settings, out.say)
+    table, found = measure_sweep(directory, settings, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
-        places = " and ".join(sorted({o.measurement.place for o in outcomes}))
+        places = " and ".join(sorted({m.place for m in found.values()}))
         write_sweep(out.report, table, root=directory, measured_on=places)
-    out.show(table.to_json, lambda: "\n".join(in_words(outcome) for outcome in outcomes))
-    if wrong := [f"{o.plan_path}: {o.first_difference}" for o in outcomes if o.measurement.verified is False]:
-        raise VerificationError("; ".join(wrong))
-    if over := [o.plan_path for o in outcomes if o.measurement.within_budget is False]:
-        raise BudgetError(f"measured peaks are over the budget: {', '.join(over)}.")
+    out.show(table.to_json, lambda: "\n".join(map(in_words, found.values())))
+    _refuse(found)
 
 
-def answer(outcome: Outcome) -> dict[str, Any]:
+def _refuse(found: Mapping[Path, Measurement]) -> None:
+    """Raise VerificationError or BudgetError, with exit code 1, for plans that do not train as they should."""
+    from traces.errors import BudgetError, VerificationError
+
+    for plan, m in found.items():
+        if m.verified is False:
+            note = f" ({m.verification_note})" if m.verification_note else ""
+            raise VerificationError(
+                "the planned step does not compute what the untouched model computes: "
+                f"{plan}: {m.first_difference}{note}."
+            )
+    for plan, m in found.items():
+        if m.within_budget is False:
+            raise BudgetError(
+                f"the planned step's peak is {show_bytes(m.limited_bytes)}, over the budget of "
+                f"{show_bytes(m.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
+            )
+
+
+def answer(plan: Path, m: Measurement) -> dict[str, Any]:
     """The object that `execute --json` prints."""
-    m, checked = outcome.measurement, outcome.verification
     runs = ("predicted", "measured", "eager", "keep_all", "keep_all_predicted")
     return {
-        "plan": outcome.plan_path,
+        "plan": str(plan),
         **m.to_json(),
         **{k: getattr(m, k).headline() for k in runs},
         "within_budget": m.within_budget,
-        "bit_equal": checked.bit_equal if checked else None,
-        "verification_note": checked.note if checked else "",
-        "eager_against_itself": checked.control_difference if checked else {},
-        "first_difference": outcome.first_difference,
         "peaks_bytes": {k: list(getattr(m, k).peaks_bytes) for k in ("eager", "keep_all", "measured")},
     }
 
 
-def in_words(outcome: Outcome) -> str:
+def in_words(m: Measurement) -> str:
     """A measurement for people."""
-    m = outcome.measurement
     rehearsed = m.provenance == REHEARSED
     found = "rehearsed" if rehearsed else "measured"
     runs = (
@@ -283,14 +282,14 @@ def in_words(outcome: Outcome) -> str:
         lines.append(f"  not verified{', since nothing is computed on a GPU that is not there' * rehearsed}")
     else:
         kinds = ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
-        lines.append(f"  {_verdict(outcome)} over {m.steps} steps in {kinds}")
+        lines.append(f"  {_verdict(m)} over {m.steps} steps in {kinds}")
     return "\n".join(lines)
 
 
-def _verdict(outcome: Outcome) -> str:
-    checked = outcome.verification
-    if checked is None or not checked.equal:
+def _verdict(m: Measurement) -> str:
+    if not m.verified:
         return "NOT equal to eager"
-    if checked.bit_equal:
+    if m.bit_equal:
         return "verified: bit-equal with eager"
-    return f"verified ({checked.note or 'within the difference of eager from itself, whose kernels vary'})"
+    told = m.verification_note or "within the difference of eager from itself, whose kernels vary"
+    return f"verified ({told})"

@@ -17,11 +17,11 @@ from executor.campaign.page import answer
 from executor.campaign.run import Book, run_campaign
 from executor.cli.main import execute
 from executor.measuring import JobResult
-from executor.plans import Outcome, Settings
+from executor.plans import Settings
 from tests import tiny
 from traces.errors import LowtideError, OutOfMemoryProblem, SpecError, TraceError
 from traces.records import store
-from traces.records.measurement import Measurement, RunFigures, Verification
+from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
 
 CHAIN = tiny.chain(2)  # of 20 bytes; a plan can do with 16
@@ -121,7 +121,7 @@ class Machine:
 
     def measure(
         self, plan: Plan, path: Path, how: Settings, say: Any, known: dict[str, JobResult]
-    ) -> Outcome:
+    ) -> Measurement:
         assert Plan.load(path) == plan
         self.done.append("plan" if plan.actions else "save-all")
         if error := self.fails.get(self.done[-1]):
@@ -129,15 +129,13 @@ class Machine:
         known.setdefault("eager", JobResult(figures=RunFigures(), environment={"times": str(len(self.done))}))
         predicted = int(plan.predicted["plan"]["peak_allocated_bytes"])
         found = RunFigures(peak_allocated_bytes=predicted + 4, step_time_ns=10)
-        measurement = Measurement(
+        return Measurement(
             model="m", options={}, planner="p", budget_bytes=plan.budget_bytes, fingerprint="f", device=how.device,
             provenance="measured-cpu", environment=known["eager"].environment, verified=self.equal, eager=found,
             predicted=RunFigures(peak_allocated_bytes=predicted, step_time_ns=6), measured=found,
             keep_all_predicted=RunFigures(step_time_ns=5), keep_all=RunFigures(step_time_ns=10),
+            first_difference="" if self.equal else "step 1: loss differs",
         )  # fmt: skip
-        differs = "" if self.equal else "step 1: loss differs"
-        checked = Verification(equal=self.equal, bit_equal=self.equal, steps=1, first_difference=differs)
-        return Outcome(plan_path=str(path), plan=plan, measurement=measurement, verification=checked)
 
 
 @pytest.fixture

@@ -87,14 +87,13 @@ def test_what_was_measured_is_printed_though_the_page_fails(
         provenance="measured-cpu", environment={}, predicted=FIGURES, measured=FIGURES,
         keep_all_predicted=FIGURES, keep_all=FIGURES, eager=FIGURES,
     )  # fmt: skip
-    outcome = plans.Outcome(plan_path="plan.json", plan=plan, measurement=measured)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "page.html")
 
     plan.save(tmp_path / "plan.json")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plans, "measure_plan", lambda *_: outcome)
+    monkeypatch.setattr(plans, "measure_plan", lambda *_: measured)
     monkeypatch.setattr(matching, "trace_of", lambda *_: tiny.chain(2))
     monkeypatch.setattr(report, "write_measurement", full)
     result = call(execute, "run", "plan.json", "--json", "--report", tmp_path / "page.html")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -41,12 +40,12 @@ def test_every_plan_is_measured_and_a_wrong_one_has_no_figures(
     wrong = replace(MEASURED, verified=False)
     told = {"plan-b2.json": MEASURED, "plan-b4.json": wrong}
 
-    def measure(plan: Plan, path: Path, settings: Settings, progress: object) -> object:
-        return SimpleNamespace(measurement=told[path.name])
+    def measure(plan: Plan, path: Path, settings: Settings, progress: object) -> Measurement:
+        return told[path.name]
 
     monkeypatch.setattr(plans, "measure_plan", measure)
-    table, outcomes = plans.measure_sweep(directory, Settings(), lambda line: None)
-    assert [o.measurement for o in outcomes] == [MEASURED, wrong]  # batch 8 has no plan
+    table, found = plans.measure_sweep(directory, Settings(), lambda line: None)
+    assert [*found.values()] == [MEASURED, wrong]  # batch 8 has no plan
     assert Sweep.load(directory / "sweep.json") == table
     assert [sorted(r.measured) for r in table.rows] == [["eager", "keep_all", "plan"], [], []]
 

@@ -124,6 +124,10 @@ class Measurement(JsonRecord):
     verified: bool | None = None
     max_abs_difference: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
+    bit_equal: bool | None = None
+    first_difference: str = ""
+    verification_note: str = ""
+    eager_against_itself: Mapping[str, float] = field(default_factory=dict)
     budget_of: str = ALLOCATED  # what the budget limits
     warnings: tuple[str, ...] = ()  # what the plan said beside its prediction
 
