@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from simulator.core.limits import DEFAULTS
 from tracer.step.batch import SplitBatch, loss_in_outputs
 from tracer.torch_api import pytree
 from traces.errors import SpecError
-from traces.records.plan import RESERVED, Plan
+from traces.records.plan import RESERVED
 
 
 class FirstBatchCallback:
@@ -31,9 +30,8 @@ class FirstBatchCallback:
 
     def __init__(
         self,
-        budget: str | int | None = None,
+        budget: str | int,
         *,
-        plan: Plan | str | Path | None = None,
         budget_of: str | None = None,
         loss: Callable[[Any], Any] | None = None,
         on_mismatch: str = REPLAN,
@@ -44,27 +42,23 @@ class FirstBatchCallback:
         """
         Args:
             budget: of the step's memory: bytes, a size such as "8GiB", or a share of its own peak such as "60%".
-            plan: one that was made before, or its file, instead of a budget.
             budget_of: "allocated" or "reserved" memory, as in `executor.fit`.
             loss: of the outputs of what is planned, where that does not compute its own loss (label smoothing,
                 `compute_loss_func`, a `training_step`): what decides which outputs are differentiated and what the
                 loss code allocates; None: all outputs are, and nothing.
             on_mismatch: what to do with a batch that the plan is not for; as in `executor.apply_plan`.
-            parts: plan what lies between graph breaks to its share of the budget, as in `executor.fit`; with a plan, as
-                in `executor.apply_plan`. Excludes reserved memory and `loss`.
+            parts: plan what lies between graph breaks to its share of the budget, as in `executor.fit`. Excludes
+                reserved memory and `loss`.
             seconds: of the search for a plan.
             say: told what happens, a line each time.
 
         Raises:
-            SpecError: neither budget nor plan, or both, or what parts exclude; PlanError: the file is no plan.
+            SpecError: what parts exclude.
             EnvironmentProblem: the framework is not installed.
         """
         super().__init__()
-        if (budget is None) == (plan is None):
-            raise SpecError("PlanCallback takes a budget or a plan.")
         if parts:
             check_parts(budget_of=budget_of == RESERVED, loss=loss)
-        self.plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
         self.budget, self.budget_of, self.seconds = budget, budget_of, seconds
         self.loss, self.on_mismatch, self.parts, self.say = loss, on_mismatch, parts, say
         self.receipt: Any = None  # what happened, once training has ended
@@ -86,7 +80,7 @@ class FirstBatchCallback:
                 call,
                 None,
                 bare_optimizer(optimizer, module),
-                budget=self.budget or "100%",
+                budget=self.budget,
                 budget_of=self.budget_of,
                 loop=loop,
                 seconds=self.seconds,
@@ -94,10 +88,7 @@ class FirstBatchCallback:
             )
             return compiler_of(found, module, self.on_mismatch)
 
-        if self.plan is not None:
-            install(module, compiler_of(self.plan, module, self.on_mismatch, self.parts))
-            return
-        within: dict[str, Any] = {"budget": self.budget or "100%", "seconds": self.seconds, "say": self.say}
+        within: dict[str, Any] = {"budget": self.budget, "seconds": self.seconds, "say": self.say}
         made = Compiler(parts=self.parts, on_mismatch=self.on_mismatch, **within)
         install(module, made, first=None if self.parts else first)
 

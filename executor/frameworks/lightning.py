@@ -25,7 +25,7 @@ else:
 class PlanCallback(FirstBatchCallback, Callback):
     """Plans the network inside a LightningModule at its first training batch, in place, until training ends."""
 
-    def __init__(self, budget: str | int | None = None, *, module: str = "", **settings: Any) -> None:
+    def __init__(self, budget: str | int, *, module: str = "", **settings: Any) -> None:
         """
         Args:
             module: the attribute of the LightningModule that holds the network which `training_step` calls ("net",

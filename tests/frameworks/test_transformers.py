@@ -17,7 +17,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 
 from executor.frameworks.transformers import PlanCallback  # noqa: E402
 from tests.frameworks.harness import BATCH, Ended, gpt2, same, texts, trained, within_budget  # noqa: E402
-from traces.errors import SpecError  # noqa: E402
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
 
@@ -146,15 +145,3 @@ def test_lengths_that_vary_and_a_smaller_last_batch(tmp_path: Path) -> None:
     same(trained(lambda: run(None)), trained(lambda: run(chosen)))
     assert chosen.receipt.planned_steps + chosen.receipt.unplanned_steps == 3
     assert chosen.receipt.planned_steps >= 2
-
-
-def test_a_plan_s_file_in_place_of_a_budget(tmp_path: Path) -> None:
-    first = callback()
-    training(tmp_path, first, max_steps=1)
-    first.receipt.plan.save(tmp_path / "plan.json")
-    second = callback(budget=None, plan=tmp_path / "plan.json", on_mismatch="error")
-    eager, planned = both(tmp_path, second)
-    same(eager, planned)
-    assert second.receipt.planned_steps == 10
-    with pytest.raises(SpecError, match="a budget or a plan"):
-        PlanCallback()
