@@ -1,7 +1,5 @@
 """Train by a plan as a backend of `torch.compile`, called "lowtide".
 
-step = torch.compile(step, backend="lowtide", options={"budget": "60%"}, fullgraph=True)
-
 dynamo captures what is compiled and guards it, AOTAutograd makes the joint graph, a plan cuts it in two, and both
 graphs run op by op. What is compiled is best a function that returns the loss; a model alone is planned for a loss that
 differentiates all its outputs. `executor.fit` and `apply_plan` go the same way.

@@ -1,11 +1,9 @@
 """Rewrite a captured program by a Schedule into two FX modules: a forward and a backward, each with its reruns.
 
 The schedule decides everything; this module only copies nodes. A step that runs an op copies its node, with each
-input resolved to its current copy. A step that runs it again copies it again, without its effect on buffers, so the
-producing subgraph of an evicted activation stands right before the op that needs it, under a name that ends in
-"_recomputed". A step that takes over its input's memory becomes the op's in-place twin.
-
-FX's generated code frees each value after its last use, which is when the schedule frees its storage.
+input resolved to its current copy; one that runs it again copies it again, without its effect on buffers, under a name
+that ends in "_recomputed". A step that takes over its input's memory becomes the op's in-place twin. FX's generated
+code frees each value after its last use, which is when the schedule frees its storage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Plan the training of a model in hand within a budget, and apply the plan: no files, one capture.
-
-from executor import fit
-model = fit(model, (x, y), loss=criterion, optimizer=optimizer, budget="8GiB")
-"""
+"""Plan the training of a model in hand within a budget, and apply the plan: no files, one capture."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A callback with which a Lightning `Trainer` trains within a budget.
-
-from executor.frameworks.lightning import PlanCallback
-trainer = lightning.Trainer(callbacks=[PlanCallback(budget="8GiB", module="net")])
-trainer.fit(module, data)
-"""
+"""A callback with which a Lightning `Trainer` trains within a budget."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A callback with which transformers' `Trainer`, and trainers made of it such as TRL's, train within a budget.
-
-from executor.frameworks.transformers import PlanCallback
-trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[PlanCallback(budget="8GiB")])
-trainer.train()
-"""
+"""A callback with which transformers' `Trainer`, and trainers made of it such as TRL's, train within a budget."""
 
 from __future__ import annotations
 

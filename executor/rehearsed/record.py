@@ -1,5 +1,4 @@
 """In a rehearsal's process: record the blocks of a model while they train with everything saved, or apply their plans.
-
 The model is the first whose call trains and that has blocks (`blocks_of`). Where in the step each block runs is marked,
 with the highest point of memory between two marks: what lies beside the blocks is measured so, and nowhere restated.
 """
