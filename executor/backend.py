@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from executor.graphs.graph import Graph, compile_graph
-from executor.graphs.match import HINT, Fitted, fitted, left_out
+from executor.graphs.match import HINT, SAVED, fitted, left_out
 from simulator.core.limits import DEFAULTS, check_budget, parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
@@ -42,11 +42,6 @@ ERROR: Final = "error"  # what to do with a graph that the plan is not for: rais
 EAGER: Final = "eager"  # run it without a plan,
 REPLAN: Final = "replan"  # or plan it within the same budget, and run it without a plan if that is impossible
 MOST_REPLANS: Final = 8  # each takes seconds
-EXACT: Final = "exact"  # the graph is the plan's to the byte
-RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
-SAVED: Final = (
-    "with all values saved"  # a size of one makes another graph, which takes less without any eviction
-)
 REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
 # What dynamo takes otherwise by default: it would run a call without its plan, unseen, or ignore a hook added later.
 NEVER_UNSEEN: Final = ("fail_on_recompile_limit_hit", "skip_nnmodule_hook_guards")
@@ -183,11 +178,12 @@ class Compiler:
     def _planned(self, module: fx.GraphModule, examples: Sequence[Any]) -> tuple[Graph, Any, str]:
         if self.plan is None:
             return (*compile_graph(module, examples, self._within), REPLANNED)
-        plan, found = self.plan, list[Fitted]()
+        plan, fits = self.plan, [SAVED]  # where nothing of the graph has a gradient
 
         def decide(graph: Graph) -> tuple[Program, Sequence[Action]]:
-            found.append(fitted(graph, plan, self.sketch))
-            return found[-1].program, found[-1].actions
+            program, actions, fit = fitted(graph, plan, self.sketch)
+            fits.append(fit)
+            return program, actions
 
         refused: list[str] = []
         freed = "release_gradients" in plan.meta.loop
@@ -197,9 +193,7 @@ class Compiler:
             except PlanError as error:
                 refused.append(str(error))
                 continue
-            if not found:  # nothing of the graph has a gradient
-                return graph, run, SAVED
-            return graph, run, EXACT if found[-1].exact else SAVED if found[-1].all_saved else RESIZED
+            return graph, run, fits[-1]
         many = not self.static and any(isinstance(x, torch.SymInt) for x in examples)
         raise (ManySizes if many else PlanError)(refused[0])
 

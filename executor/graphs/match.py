@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -29,20 +29,17 @@ TOLD: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """The program that runs in the place of a captured graph."""
-
-    program: Program  # rewritten as the plan says
-    actions: tuple[Action, ...]
-    exact: bool = False  # the graph is the plan's to the byte, not only in structure
-    all_saved: bool = False  # by none of the plan's actions, which are for a graph without sizes of one
+EXACT: Final = "exact"  # the graph is the plan's to the byte
+RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
+SAVED: Final = (
+    "with all values saved"  # a size of one makes another graph, which takes less without any eviction
+)
 
 
-def fitted(graph: Graph, plan: Plan, sketch: Callable[[Program], dict[str, Any]]) -> Fitted:
-    """Fit a plan to a graph.
-
-    A size of one makes another graph. It runs with all values saved if that takes no more than the planned step does.
+def fitted(
+    graph: Graph, plan: Plan, sketch: Callable[[Program], dict[str, Any]]
+) -> tuple[Program, tuple[Action, ...], str]:
+    """Fit a plan to a graph; returns the program to run, the actions on it, and EXACT, RESIZED or SAVED.
 
     Args:
         sketch: makes the sketch of the call (`tracer.record.sketch`), for the message.
@@ -53,14 +50,17 @@ def fitted(graph: Graph, plan: Plan, sketch: Callable[[Program], dict[str, Any]]
     check_kind(plan.meta, graph.kind)
     program = graph.read()
     if _fits(program, plan.meta):
-        return _by_plan(program, plan)
+        return (
+            *_by_plan(program, plan),
+            EXACT if program.fingerprint() == plan.meta.graph_fingerprint else RESIZED,
+        )
     now = sketch(program)
     planned = int(plan.predicted.get("plan", {}).get("peak_allocated_bytes", 0))
     before, here = _ones(plan.meta.sketch), _ones(now)
     ones = not graph.of_many_sizes and len(before) == len(here) and before != here
     # Of its forward and backward alone: parameters, buffers, arguments and what ops make.
     if ones and Problem(program.trace()).saved.timeline.peak_allocated_bytes <= planned:
-        return Fitted(program=program, actions=(), all_saved=True)
+        return program, (), SAVED
     raise _another_graph(plan.meta, now, program.fingerprint(sizes=False), graph.kind)
 
 
@@ -70,16 +70,13 @@ def left_out(plan: Plan, could: Sequence[Could]) -> list[frozenset[int]]:
     return [places, frozenset()] if places and len(places) < len(could) else [frozenset()]
 
 
-def _by_plan(program: Program, plan: Plan) -> Fitted:
+def _by_plan(program: Program, plan: Plan) -> tuple[Program, tuple[Action, ...]]:
     inputs = sum(s.producer < 0 for s in program.storages)
     more = inputs - plan.meta.inputs if plan.meta.inputs else 0
     changed = rewritten(program, tuple(replace(r, storage=r.storage + more) for r in plan.rewrites))
     more += sum(s.producer < 0 for s in changed.storages) - inputs
-    return Fitted(
-        program=changed,
-        actions=tuple(a for a in program_actions(plan, changed, more) if changed.storages[a.storage].nbytes),
-        exact=program.fingerprint() == plan.meta.graph_fingerprint,
-    )
+    actions = program_actions(plan, changed, more)
+    return changed, tuple(a for a in actions if changed.storages[a.storage].nbytes)
 
 
 def _fits(program: Program, meta: TraceMeta) -> bool:

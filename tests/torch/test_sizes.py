@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from executor import apply_plan
-from executor.backend import EXACT, RESIZED, SAVED
+from executor.graphs.match import EXACT, RESIZED, SAVED
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
 from tracer.measure.probes import cpu_loop
