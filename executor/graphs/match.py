@@ -27,13 +27,9 @@ TOLD: Final = {
     "evaluated": "modules in evaluation mode",
     "dtypes": "parameters of type",
 }
-
-
 EXACT: Final = "exact"  # the graph is the plan's to the byte
 RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
-SAVED: Final = (
-    "with all values saved"  # a size of one makes another graph, which takes less without any eviction
-)
+SAVED: Final = "with all values saved"  # a size of one makes another graph, and takes less so
 
 
 def fitted(

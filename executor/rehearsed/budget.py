@@ -15,6 +15,7 @@ from simulator.core.limits import parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible, percent
 from simulator.prediction.ask import Answer, ask, question
+from tracer.rehearsal.peak import ACTIVATIONS, REST
 from tracer.rehearsal.record import Rehearsal
 from traces.errors import BudgetError
 from traces.files import to_json
@@ -164,10 +165,16 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
     return BudgetError(
         f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
         f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}. Give a larger budget, more ranks, or a smaller "
-        "micro-batch."
+        "micro-batch: half of it would take about "
+        f"{show_bytes(_half_the_batch(saved))} without a plan."
     )
 
 
 def _beside(saved: Rehearsal) -> int:
     """What lies outside of torch, and what it reserves beyond what is asked of it."""
     return saved.gpu_bytes - saved.steady.requested_bytes
+
+
+def _half_the_batch(saved: Rehearsal) -> int:
+    """What half the micro-batch would take: half of all that is neither the optimizer's nor communication's."""
+    return saved.gpu_bytes - sum(saved.at_the_peak.get(kind, 0) for kind in (ACTIVATIONS, REST)) // 2

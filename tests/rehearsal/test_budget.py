@@ -98,6 +98,7 @@ def test_an_impossible_budget_is_refused_with_the_floor(tmp_path: Path) -> None:
     done = plan_for(program, "1GiB")
     assert done.exit_code == 1
     assert "None goes below" in done.output
+    assert "half of it would take about" in done.output
 
 
 @pytest.mark.slow
