@@ -15,12 +15,9 @@ from simulator.kernels.compiled import compiled, inner
 from simulator.kernels.retain import retain
 from simulator.kernels.walk import Choice, long, replay, table
 
-# What a move may be; `chances` holds how often each is made, summed up.
-FLIP: Final = 0  # save a value that was recomputed, or the other way round
-SWAP: Final = 1  # exchange the fates of two values made near each other
-# Let a rebuilt value go sooner or later when there is no room (`simulator.kernels.retain`); let a link stay, or not.
-STAY: Final = 2
-MOVE_KINDS: Final = 3
+# How often a move is a flip: save a value that was recomputed, or the other way round. Else it exchanges the fates of
+# two values made near each other.
+FLIPS: Final = 0.6
 IDLE: Final = 4  # steps for which a move that changes nothing counts
 
 TALLY: Final = table(
@@ -32,7 +29,6 @@ TALLY: Final = table(
         ("lowest_peak_bytes", np.int64),
         ("moves", np.int64),
         ("steps", np.int64),
-        ("weight_before", np.float64),  # of the value whose weight the move changed
     ]
 )
 
@@ -42,11 +38,9 @@ class Walked(NamedTuple):
 
     saved: Any
     evictions: Any  # [2, any]: op and storage, sorted; of the state that was walked last
-    best: Any  # [2, storage]: whether it is saved, whether it may stay
+    best: Any  # [storage]: whether it is saved
     best_evictions: Any
-    log: (
-        Any  # [any]: storages of which a move changed whether they are saved; ~storage, whose stay it changed
-    )
+    log: Any  # [any]: storages of which a move changed whether they are saved
     rng: Any  # [1]: where the random numbers are
     figures: Any  # [1] of TALLY
 
@@ -69,25 +63,15 @@ def chance(rng: Any) -> float:
 
 
 @inner
-def propose(kind: int, values: Any, r: Any, w: Any) -> Any:
-    """Make one move of a kind in place: how many values it noted in `log`."""
+def propose(values: Any, w: Any) -> Any:
+    """Make one move in place: how many values it noted in `log`."""
     rng, saved = w.rng, w.saved
+    swaps = chance(rng) > FLIPS
     k = below(rng, long(values.shape[0]))
     s = long(values[k])
-    if kind == STAY:
-        if saved[s]:
-            return long(0)
-        w.log[0] = ~s
-        if r.storages[s].is_link:
-            r.may_stay[s] = 1 - r.may_stay[s]
-        else:
-            before = r.storages[s].weight
-            w.figures[0].weight_before = before
-            r.storages[s].weight = min(256.0, max(1 / 256.0, before * 2.0 ** (below(rng, long(7)) - 3)))
-        return long(1)
     n_log = long(1)
     w.log[0] = s
-    if kind == SWAP:
+    if swaps:
         step = 1 + long(-np.log(chance(rng)) / 0.3)
         other = k + step if below(rng, long(2)) else k - step
         if not 0 <= other < values.shape[0] or saved[s] == saved[values[other]]:
@@ -100,23 +84,16 @@ def propose(kind: int, values: Any, r: Any, w: Any) -> Any:
 
 
 @inner
-def take_back(r: Any, w: Any, n_log: int) -> None:
+def take_back(w: Any, n_log: int) -> None:
     for j in range(n_log):
-        s = w.log[j]
-        if s >= 0:
-            w.saved[s] = 1 - w.saved[s]
-        elif r.storages[~s].is_link:
-            r.may_stay[~s] = 1 - r.may_stay[~s]
-        else:
-            r.storages[~s].weight = w.figures[0].weight_before
+        w.saved[w.log[j]] = 1 - w.saved[w.log[j]]
 
 
 @inner
-def note_best(r: Any, w: Any, n_evictions: int) -> None:
+def note_best(w: Any, n_evictions: int) -> None:
     w.figures[0].best_added_ns, w.figures[0].best_evictions = w.figures[0].added_ns, n_evictions
     for s in range(w.saved.shape[0]):
-        w.best[0, s], w.best[1, s] = w.saved[s], r.may_stay[s]
-        r.storages[s].best_weight = r.storages[s].weight
+        w.best[s] = w.saved[s]
     for j in range(n_evictions):
         w.best_evictions[0, j], w.best_evictions[1, j] = w.evictions[0, j], w.evictions[1, j]
 
@@ -130,7 +107,6 @@ def anneal(
     target_ns: int,
     budget_bytes: int,
     values: Any,  # storages of forward, in the order in which they are made
-    chances: Any,  # [MOVE_KINDS]
     facts: Any,
     work: Any,
     w: Any,
@@ -147,10 +123,7 @@ def anneal(
         if figures.best_added_ns <= target_ns:
             return
         figures.moves += 1
-        draw, kind = chance(rng), long(0)
-        while kind < MOVE_KINDS - 1 and draw > chances[kind]:
-            kind += 1
-        n_log = propose(kind, values, retaining, w)
+        n_log = propose(values, w)
         if not n_log:
             figures.steps += IDLE
             continue
@@ -178,6 +151,6 @@ def anneal(
             energy = new
             figures.added_ns, figures.over_bytes = added, over
             if not over and added < figures.best_added_ns:
-                note_best(retaining, w, n)
+                note_best(w, n)
         else:
-            take_back(retaining, w, n_log)
+            take_back(w, n_log)

@@ -30,10 +30,7 @@ OF_OP: Final = table(
 )
 OF_STORAGE: Final = table(
     [
-        ("weight", np.float64),  # makes it go sooner or later
-        ("best_weight", np.float64),  # in the best state so far
         ("last_use", np.int32),  # the last op of backward that reads it, of a link: that may need it
-        ("is_link", np.int32),  # whether only recomputations read it
         # Work space.
         ("cost", np.float64),  # time that it takes to make it again
         ("chain_of", np.int32),  # the op for which it was read or made last
@@ -49,7 +46,7 @@ class Retaining(NamedTuple):
     done: Any
     ops: Any  # [op + 1] of OF_OP
     storages: Any  # [storage] of OF_STORAGE
-    may_stay: Any  # [storage]: whether a rebuilt one stays: candidates, and the links that a walk chose
+    may_stay: Any  # [storage]: whether a rebuilt one stays: candidates and links
     held: Any  # rebuilt values that stay
 
 
@@ -82,7 +79,7 @@ def idlest(n_held: int, step: int, c: int, r: Any, storages: Any) -> Any:
         x = r.storages[s]
         if x.chain_of == c and x.read_in >= step:
             continue
-        score = storages[s].nbytes / x.cost * np.sqrt(x.last_use - c + 1.0) * x.weight
+        score = storages[s].nbytes / x.cost * np.sqrt(x.last_use - c + 1.0)
         if score > most:
             best, most = j, score
     return best

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
-from simulator.kernels.anneal import MOVE_KINDS, TALLY, Walked, anneal
+from simulator.kernels.anneal import TALLY, Walked, anneal
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 from simulator.kernels.walk import pack_rows
 from simulator.planners.mu_two import Found
@@ -37,8 +37,6 @@ MOST_STEPS: Final = 1_400_000  # and the most steps between two, some 50 ms: the
 DEARER, CHEAPER = 1.1, 0.96
 ROOM: Final = 4  # a state with more steps than so many times those of the first is not looked at
 NOT_WALKED: Final = 1 << 62
-# How often each kind of move is made, in the order in which `kernels.anneal` numbers them.
-CHANCES: Final = (0.40, 0.35, 0.25)
 
 
 class Annealer:
@@ -58,9 +56,8 @@ class Annealer:
         self.values = np.array(values, np.int32)
         times = [t for t in (ev.time_ns[ev.producer[s]] for s in candidates) if t]
         self.unit_ns = float(median(times)) if times else 1.0
-        assert len(CHANCES) == MOVE_KINDS
         self.rng = np.array([(2 * seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)], np.uint64)  # never 0
-        self.chances, self.retaining = np.cumsum(CHANCES), self._retaining()
+        self.retaining = self._retaining()
 
     def run(
         self,
@@ -112,10 +109,8 @@ class Annealer:
         ops["done_at"], done = pack_rows(going)
         settled = np.cumsum(ev.settled)
         ops["fixed_bytes"][:-1] = ev.resident_bytes + settled - np.array(ev.settled)
-        storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
-        storages["is_link"] = problem.recompute_only
         storages["last_use"] = np.where(problem.recompute_only, until, last_use)
-        may_stay = np.zeros(n_st, np.uint8)
+        may_stay = np.array(problem.recompute_only, np.uint8)
         may_stay[[*problem.candidates, *problem.reloaded]] = 1
         return Retaining(
             done=done, ops=ops, storages=storages, may_stay=may_stay, held=np.zeros(n_st, np.int32)
@@ -127,12 +122,7 @@ class Walk:
 
     def __init__(self, annealer: Annealer, state: State) -> None:
         self.annealer, ev = annealer, annealer.evaluator
-        known = annealer.retaining.storages
-        # Its weights are those with which it was found, if a walk found it; else all the same.
-        found = annealer.best is not None and state is annealer.best.state
-        known["weight"] = known["best_weight"] if found else 1.0
-        saved, may_stay = state.saved.copy(), annealer.retaining.may_stay
-        may_stay[known["is_link"] != 0] = state.retained[known["is_link"] != 0]
+        saved = state.saved.copy()
         evictions, best_evictions = np.zeros((2, 2, 4 * len(annealer.values) + 64), np.int32)
         *_, steps = ev.walk(state)
         self.work = ev.work_space(ev.forward + ROOM * (steps - ev.forward))
@@ -146,7 +136,7 @@ class Walk:
         self.walked = Walked(
             saved=saved,
             evictions=evictions,
-            best=np.stack((saved, may_stay)),
+            best=saved.copy(),
             best_evictions=best_evictions,
             log=np.zeros(2, np.int32),
             rng=annealer.rng,
@@ -169,13 +159,13 @@ class Walk:
         before = int(self.figures["best_added_ns"])
         anneal(
             until, least, temperature, price, target_ns, annealer.budget_bytes, annealer.values,
-            annealer.chances, ev.facts, self.work, w, annealer.retaining,
+            ev.facts, self.work, w, annealer.retaining,
         )  # fmt: skip
         annealer.lowest_peak_bytes = int(self.figures["lowest_peak_bytes"])
         best_ns = int(self.figures["best_added_ns"])
         if best_ns < before:
             pairs = w.best_evictions[:, : int(self.figures["best_evictions"])]
-            found = state_of(w.best[0], w.best[1], pairs)
+            found = state_of(w.best, annealer.retaining.may_stay, pairs)
             annealer.best = Found(state=found, time_ns=ev.base_time_ns + best_ns)
 
 

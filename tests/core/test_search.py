@@ -96,11 +96,10 @@ def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int) -> None:
         return
     walk = Walk(annealer, evaluator.state())
     walk.go(0, least=20, temperature=1e30, price=0.0, target_ns=-1)
-    before, weight = walk.walked.saved.copy(), annealer.retaining.storages["weight"].copy()
+    before = walk.walked.saved.copy()
     walk.figures["added_ns"] = -(1 << 40)
     walk.go(0, least=40, temperature=1e-9, price=0.0, target_ns=-1)
     assert (walk.walked.saved == before).all()
-    assert (annealer.retaining.storages["weight"] == weight).all()
 
 
 @pytest.mark.parametrize(
