@@ -214,8 +214,7 @@ class Recorder:
         self.state = ()
 
     def ask_for_workspaces(self, op: int, again: bool) -> None:
-        """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun. State
-        that an optimizer makes for a parameter when it comes to it is there before."""
+        """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun."""
         sizes = self.workspaces.pop(op, []) if not again else []
         if again and self.problem.asks_again[op]:
             first = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
@@ -228,8 +227,7 @@ class Recorder:
         if sums := self.missing.intersection(self.trace.ops.writes[op]):
             self.begin_sums(sums, frees)
             return
-        updates = self.trace.ops.phase[op] == OPTIMIZER
-        if self.state and updates:
+        if self.state and self.trace.ops.phase[op] == OPTIMIZER:
             self.begin_optimizer()
         taken = schedule.takes[step]
         passes = taken if taken >= 0 and nbytes[taken] else -1
@@ -237,16 +235,13 @@ class Recorder:
         taken_over = self.there[passes].pop(0) if passes >= 0 else -1
         if asked.gives_back:
             self.free(taken_over)
-        if updates:  # state that is made for the op, before what the op makes
-            self.ask_for_workspaces(op, again=False)
         first = self.count
         for n in asked.asks:
             if n > 0:
                 self.allocate(n)
             else:
                 self.free(first + ~n)
-        if not updates:
-            self.ask_for_workspaces(op, schedule.recompute[step] and step >= schedule.forward_steps)
+        self.ask_for_workspaces(op, schedule.recompute[step] and step >= schedule.forward_steps)
         for s, block in asked.made:
             block = taken_over if block == TAKEN else first + block
             if s in schedule.binds[step]:
@@ -279,7 +274,7 @@ class Residents:
 
     first: tuple[int, ...]  # before the first iteration, as in Requests
     state: tuple[int, ...]  # of the optimizer: when its first step begins, as torch's own make it
-    # Of libraries, and state made later: by the first op that uses them.
+    # Of libraries: by the first op that uses them.
     workspaces: Mapping[int, tuple[int, ...]]
 
     @classmethod
@@ -305,13 +300,11 @@ class Residents:
 
 
 def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:
-    """Op -> the workspaces that libraries keep from it on, of others nobody knows when they came; and the state that an
-    optimizer makes for a parameter when it comes to it."""
+    """Op -> the workspaces that libraries keep from it on; of others nobody knows when they came."""
     sts = trace.storages
     out: dict[int, list[int]] = {}
     for s in residents:
         uses = [n for n in (sts.first_forward_use[s], sts.first_backward_use[s]) if n >= 0]
-        made_late = sts.category[s] == OPTIMIZER_STATE and uses and trace.ops.phase[uses[0]] == OPTIMIZER
-        if (sts.category[s] == WORKSPACE and uses) or made_late:
+        if sts.category[s] == WORKSPACE and uses:
             out.setdefault(min(uses), []).append(s)
     return out

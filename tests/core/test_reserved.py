@@ -20,7 +20,6 @@ from traces.records.trace import (
     FORWARD,
     GRADIENT,
     OPTIMIZER,
-    OPTIMIZER_STATE,
     WORKSPACE,
     Trace,
 )
@@ -80,21 +79,6 @@ def test_a_library_asks_for_its_workspace_in_its_first_op() -> None:
     first, last = figures.iterations[0], figures.iterations[-1]
     assert (first.peak_block_bytes, first.reserved_bytes) == (32 * MIB + 512, 52 * MIB)
     assert (last.peak_block_bytes, last.reserved_bytes) == (56 * MIB + 512, 82 * MIB)
-
-
-def test_state_that_an_optimizer_makes_late_is_there_before_what_its_first_op_makes() -> None:
-    """As own optimizers write it: m = zeros_like(p), then m.clone(). Of a whole step: x, g, then m and u, n and v."""
-    of = trace(
-        [fwd({"x": 4}, "w"), bwd({"g": 4}, "x"), opt({"u": 8}, "w", "m"), opt({"v": 8}, "w", "n")],
-        {"w": 4, "m": 8, "n": 8},
-        categories={"m": OPTIMIZER_STATE, "n": OPTIMIZER_STATE},
-    )
-    uses = (-1, 2, 3, *of.storages.first_backward_use[3:])  # of w, m, n: late, so said
-    problem = Problem(replace(of, storages=replace(of.storages, first_backward_use=uses)))
-    found = requests_of(problem, build(problem))
-    asked = [k for k, n in enumerate(found.sizes) if n == 8]
-    assert found.once == tuple((k, 8) for k in asked)
-    assert len(asked) == 2
 
 
 def test_backward_asks_for_its_workspaces_when_it_runs_such_an_op_again() -> None:
