@@ -38,7 +38,6 @@ REPLACED = {
     "torch._dynamo.variables.RandomVariable.__init__": "self rand seed *kwargs",
     "torch.clear_autocast_cache": "?",
     "torch.compile": "model fullgraph dynamic backend ...",
-    "torch.nn.init._no_grad_trunc_normal_": "tensor mean std a b generator",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",
     "torch.nn.Module._apply": "self fn recurse",
     "torch.utils.weakref": "?",

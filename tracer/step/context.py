@@ -66,7 +66,7 @@ def initialisers_without_values() -> Iterator[None]:
     """Skip torch's initialisers where values mean nothing: under a fake mode the one that asks tensors for theirs, on
     the null driver all, since untouched pages take no memory. Elsewhere nothing changes.
     """
-    skipped = ("_no_grad_trunc_normal_",) if is_fake() else INITIALISERS if rehearsing() else ()
+    skipped = ("trunc_normal_",) if is_fake() else INITIALISERS if rehearsing() else ()
     with replaced(nn.init, **dict.fromkeys(skipped, lambda tensor, *_args, **_kwargs: tensor)):
         yield
 
