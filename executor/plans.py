@@ -1,4 +1,4 @@
-"""Verify and measure plans, one or those of a sweep: eager, save-all and the plan, each in a process of its own."""
+"""Verify and measure a plan: eager, save-all and the plan, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from executor.measuring import (
     run_job,
 )
 from tracer.step.step import check_device
-from traces.errors import OutOfMemoryProblem, SpecError
+from traces.errors import OutOfMemoryProblem
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures, Verification
 from traces.records.plan import Plan
@@ -29,8 +29,6 @@ from traces.records.trace import TraceMeta
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from simulator.studies.sweep import Sweep
 
 
 def measure_plan(
@@ -173,31 +171,3 @@ def verify(
         build = in_hand(model, batch, loss, optimizer, {}, options, plan.meta.seed)
     with left_as_found():
         return compare(build, plan, device, steps)
-
-
-def measure_sweep(
-    directory: Path, settings: Settings, progress: Callable[[str], None]
-) -> tuple[Sweep, dict[Path, Measurement]]:
-    """Measure every plan of a sweep, as `measure_plan` does, and write the figures of all into its file.
-
-    A row whose verification failed has no measured figures. Raises SpecError in a rehearsal, which measures nothing.
-    """
-    from simulator.studies.sweep import Sweep
-
-    if provenance_of(settings.device) == REHEARSED:
-        raise SpecError(
-            "a sweep holds what was measured, and on a GPU that is not there nothing is; execute its plans."
-        )
-    table, found, rows = Sweep.load(directory / "sweep.json"), dict[Path, Measurement](), []
-    for row in table.rows:
-        figures: dict[str, RunFigures] = {}
-        if row.plan_path:
-            progress(f"Batch size {row.batch_size}")
-            file = directory / row.plan_path
-            found[file] = m = measure_plan(Plan.load(file), file, settings, progress)
-            if m.verified is not False:
-                figures = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
-        rows.append(replace(row, measured=figures))
-    table = replace(table, rows=tuple(rows))
-    table.save(directory / "sweep.json")
-    return table, found

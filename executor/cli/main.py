@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,7 +65,6 @@ def execute() -> None:
     \b
     execute plan.json --device cuda --report error.html
     execute plan.json --json
-    execute sweep DIR                      the plans that `simulate sweep -o DIR` made
     execute campaign cpu -o DIR            how wrong predictions are, over many models and budgets
     execute errors TRACE -o errors.json    how much approximate formats change the gradient
     execute rehearse train.py --gpu h100   the memory of your own loop on a GPU that is not there
@@ -119,7 +117,7 @@ def run_plan(
         with stdout_free(out.as_json):
             recorded = trace_of(given, settings.model, settings.device, trace_name)
         write_measurement(out.report, measurement, recorded, given)
-    _refuse({plan: measurement})
+    _refuse(plan, measurement)
 
 
 @execute.command()
@@ -197,48 +195,21 @@ def errors(
     )
 
 
-@execute.command()
-@click.argument("directory", type=click.Path(path_type=Path))
-@TRUST
-@commands.gathered("settings", _settings, *MEASURING)
-@output_options
-def sweep(directory: Path, trust: bool, settings: Settings, out: Output) -> None:
-    """Measure the plans of a sweep, which `simulate sweep MODEL -o DIRECTORY` made.
-
-    The figures of each row are written into DIRECTORY/sweep.json.
-    """
-    from executor.matching import check_trusted
-    from executor.plans import measure_sweep
-    from simulator.studies.sweep import Sweep
-
-    check_trusted(directory, Sweep.load(directory / "sweep.json").model, "", trust)
-    table, found = measure_sweep(directory, settings, out.say)
-    if out.report is not None:
-        from simulator.report.sweep import write_sweep
-
-        places = " and ".join(sorted({m.place for m in found.values()}))
-        write_sweep(out.report, table, root=directory, measured_on=places)
-    out.show(table.to_json, lambda: "\n".join(map(in_words, found.values())))
-    _refuse(found)
-
-
-def _refuse(found: Mapping[Path, Measurement]) -> None:
-    """Raise VerificationError or BudgetError, with exit code 1, for plans that do not train as they should."""
+def _refuse(plan: Path, m: Measurement) -> None:
+    """Raise VerificationError or BudgetError, with exit code 1, for a plan that does not train as it should."""
     from traces.errors import BudgetError, VerificationError
 
-    for plan, m in found.items():
-        if m.verified is False:
-            note = f" ({m.verification_note})" if m.verification_note else ""
-            raise VerificationError(
-                "the planned step does not compute what the untouched model computes: "
-                f"{plan}: {m.first_difference}{note}."
-            )
-    for plan, m in found.items():
-        if m.within_budget is False:
-            raise BudgetError(
-                f"the planned step's peak is {show_bytes(m.limited_bytes)}, over the budget of "
-                f"{show_bytes(m.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
-            )
+    if m.verified is False:
+        note = f" ({m.verification_note})" if m.verification_note else ""
+        raise VerificationError(
+            "the planned step does not compute what the untouched model computes: "
+            f"{plan}: {m.first_difference}{note}."
+        )
+    if m.within_budget is False:
+        raise BudgetError(
+            f"the planned step's peak is {show_bytes(m.limited_bytes)}, over the budget of "
+            f"{show_bytes(m.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
+        )
 
 
 def answer(plan: Path, m: Measurement) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def sweep_command(
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
-        write_sweep(out.report, found, root=traced.directory)
+        write_sweep(out.report, found, traced.directory)
     out.show(found.to_json, lambda: "\n".join(found.lines(traced.directory)))
     if not any(row.feasible for row in found.rows):
         raise BudgetError(f"no batch size fits: {found.rows[0].message}")

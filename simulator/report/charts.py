@@ -1,6 +1,6 @@
 """The charts of all pages as Vega-Lite specifications, small enough to stand in a page.
 
-Every category, way to run the step and action has one colour on all charts. What a point or bar says when the pointer
+Every category and action has one colour on all charts. What a point or bar says when the pointer
 is over it comes ready as text. Every function returns a specification as plain data and raises EnvironmentProblem if
 altair is missing.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -33,8 +32,6 @@ COLOURS: Final = {
 IS_SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
 UNABLE = "saved: may not be recomputed"
 ACTION_COLOURS: Final = {IS_SAVED: SKY, RECOMPUTED: RED, REPLACED: GREEN, UNABLE: GREY}
-# One hue for each way to run the step; the paler shade is always a prediction.
-WAY_COLOURS: Final = {"save-all": ("#9cc4e4", BLUE), "plan": ("#f3b183", RED), "eager": ("#c9c9c9", GREY)}
 LEVELS: Final = {"budget": (RED, (6, 4)), "reserved": (PINK, (1, 3))}  # hue and dashes
 MOST_POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
 
@@ -116,43 +113,27 @@ def peak_by_category(parts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     return finish(chart, height=max(60, 22 * len(parts)))
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One figure of one way to run the step (a key of WAY_COLOURS) in one group, predicted or measured."""
-
-    group: str
-    way: str
-    measured: bool
-    value: float  # bytes or nanoseconds
-    where: str = ""  # the device, for the legend
-
-    @property
-    def series(self) -> str:
-        source = "measured" if self.measured else "predicted"
-        return f"{self.way}, {source}{' on ' + self.where if self.where else ''}"
-
-
 def grouped(
-    bars: Sequence[Bar],
+    bars: Sequence[tuple[str, str, float]],
+    colours: Mapping[str, str],
     title: str,
     *,
-    group_title: str = "",
     is_bytes: bool,
     limits: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Grouped bars of bytes or times: predictions pale, measurements solid.
+    """A bar of bytes or times for each (batch size, series, value), beside each other by batch size.
 
-    `limits`: the budget in bytes of each group, drawn as a line across it.
+    `limits`: the budget in bytes of each batch size, drawn as a line across it.
     """
     alt = needed("altair")
-    top = max([1.0, *(b.value for b in bars), *((limits or {}).values())])
+    top = max([1.0, *(b[2] for b in bars), *((limits or {}).values())])
     unit, unit_name = bytes_unit(int(top)) if is_bytes else time_unit(top)
-    look = {b.series: WAY_COLOURS[b.way][b.measured] for b in sorted(bars, key=lambda b: b.measured)}
-    groups = list(dict.fromkeys(b.group for b in bars))
+    look = _present(colours, (b[1] for b in bars))
+    groups = list(dict.fromkeys(b[0] for b in bars))
     show = show_bytes if is_bytes else show_time
-    rows = [(b.group, b.series, b.value / unit, show(int(b.value))) for b in bars]
+    rows = [(group, series, value / unit, show(int(value))) for group, series, value in bars]
     base = drawn("group:N series:N size:Q note:N", rows)
-    x = alt.X("group:N").sort(groups).title(group_title or None).axis(labelAngle=0)
+    x = alt.X("group:N").sort(groups).title("mini-batch size").axis(labelAngle=0)
     y = alt.Y("size:Q").title(f"{title}, {unit_name}").scale(domain=[0, top / unit * 1.12], nice=False)
     offset = alt.XOffset("series:N").sort(list(look))
     tooltip = ["group:N", "series:N", "note:N"]

@@ -2,88 +2,56 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from simulator.core.problem import Problem
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.report.step import activation_blocks
-from simulator.show.tables import Table, beside, table
-from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep
+from simulator.show.tables import Table, table
+from simulator.studies.sweep import Sweep
 from traces.errors import LowtideError
 from traces.records.plan import Plan
 from traces.records.store import load
 
-WAYS = {EAGER: "eager", KEEP_ALL: "save-all", PLAN: "plan"}
-PEAK_KEY, TIME_KEY = "peak_allocated_bytes", "step_time_ns"
+COLOURS = {"save-all": charts.BLUE, "plan": charts.RED}
 
 
-def write_sweep(
-    path: str | Path, sweep: Sweep, *, root: str | Path | None = None, measured_on: str = ""
-) -> Path:
-    """Write the page for a sweep over batch sizes, whole or not at all.
-
-    Args:
-        path: where.
-        sweep: the predictions, with measurements where something was run.
-        root: the directory that the rows' `trace_path` and `plan_path` are relative to (default: that of `path`).
-        measured_on: the device behind the measured figures, for their labels ("CPU", "NVIDIA H200").
-
-    Raises:
-        EnvironmentProblem: a package that reports need is not installed.
+def write_sweep(path: str | Path, sweep: Sweep, root: Path) -> Path:
+    """Write the page for a sweep over batch sizes, whole or not at all. Raises EnvironmentProblem if a package that
+    reports need is missing. `root`: the directory that the rows' `trace_path` and `plan_path` are relative to.
     """
-    where = measured_on or "this sweep's device"
+    source = f" Predicted times are for the target {sweep.target}." if sweep.target else ""
+    note = Text(f"Every figure on this page is predicted; nothing was run.{source}", "note")
     sections = [
-        Section("Summary", _summary(sweep, where)),
-        Section("Peak memory and iteration latency against batch size", _against_batch(sweep, where)),
+        Section("Summary", (note, *warned(sweep.warnings), sweep.table())),
+        Section("Peak memory and iteration latency against batch size", _against_batch(sweep)),
         Section("Peak memory breakdown", (_breakdown(sweep),)),
         Section("Computation and memory statistics", (_statistics(sweep),)),
-        Section("Static analysis of activations", _activations(sweep, Path(root or Path(path).parent))),
+        Section("Static analysis of activations", _activations(sweep, root)),
     ]
-    if any(r.measured for r in sweep.rows):
-        sections.append(Section("Predicted beside measured", _errors(sweep, where)))
     options = ", ".join(f"{k} {v}" for k, v in sorted(sweep.options.items()) if v not in (None, ""))
     batches = ", ".join(dict.fromkeys(str(r.batch_size) for r in sweep.rows))
     title = f"{sweep.model}: with and without checkpointing, by batch size"
     return write_page(path, Page(title, f"batch sizes {batches} · {options}", sections))
 
 
-def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
-    note = "Every figure on this page is predicted; nothing was run."
-    if any(r.measured for r in sweep.rows):
-        note = f"Figures called measured were measured on {where}; all others are predicted."
-    source = f" Predicted times are for the target {sweep.target}." if sweep.target else ""
-    return (Text(note + source, "note"), *warned(sweep.warnings), sweep.table())
+def _against_batch(sweep: Sweep) -> tuple[Block, ...]:
+    def bars(figure: str, title: str, **how: Any) -> dict[str, Any]:
+        found = [
+            (str(row.batch_size), way, value)
+            for row in sweep.rows
+            for way, run in zip(COLOURS, (row.baseline, row.plan), strict=True)
+            if (value := run.headline()[figure]) is not None
+        ]
+        return charts.grouped(found, COLOURS, title, **how)
 
-
-def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
-    """Bars of one of RunFigures' figures, predicted and measured; unknown figures have no bar."""
-    bars = []
-    for row in sweep.rows:
-        measured = [(way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured]
-        for way, run, real in (("save-all", row.baseline, False), ("plan", row.plan, False), *measured):
-            if (value := run.headline()[figure]) is not None:
-                bars.append(charts.Bar(str(row.batch_size), way, real, value, where if real else ""))
-    return bars
-
-
-def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
     limits = {str(r.batch_size): r.budget_bytes for r in sweep.rows}
-    grouped = partial(charts.grouped, group_title="mini-batch size")
-    peaks = grouped(_bars(sweep, PEAK_KEY, where), "peak allocated", is_bytes=True, limits=limits)
-    text = (
-        "save-all is without checkpointing, plan is with it. Pale bars are predicted, solid "
-        "bars measured; the red line is the budget."
-    )
-    blocks = [Chart(peaks, text, "Peak memory")]
-    # Charts of their own: the target of the predictions is often another device than the one that ran.
-    bars, target = _bars(sweep, TIME_KEY, where), f"For the target {sweep.target}." if sweep.target else ""
-    for real, of, text in ((False, "predicted", target), (True, f"measured on {where}", "")):
-        if some := [b for b in bars if b.measured == real]:
-            spec = grouped(some, f"step time, {of.split()[0]}", is_bytes=False)
-            blocks.append(Chart(spec, text, f"Iteration latency, {of}"))
-    return tuple(blocks)
+    peaks = bars("peak_allocated_bytes", "peak allocated", is_bytes=True, limits=limits)
+    text = "save-all is without checkpointing, plan is with it; the red line is the budget."
+    times = bars("step_time_ns", "step time", is_bytes=False)
+    return Chart(peaks, text, "Peak memory"), Chart(times, "", "Iteration latency")
 
 
 def _breakdown(sweep: Sweep) -> Chart:
@@ -133,17 +101,3 @@ def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
             *activation_blocks(Problem(trace), plan),
         )
     return warned(["No trace of this sweep is at hand, so its activations cannot be listed."])
-
-
-def _errors(sweep: Sweep, where: str) -> tuple[Block, ...]:
-    runs = [
-        (f"{r.batch_size}, {WAYS[key]}", predicted, r.measured[key])
-        for r in sweep.rows
-        for key, predicted in ((EAGER, r.baseline), (KEEP_ALL, r.baseline), (PLAN, r.plan))
-        if key in r.measured
-    ]
-    text = (
-        "By batch size. Predicted times are for the target, so they compare with measured times only where both are "
-        "the same device. Eager is set beside the prediction for everything saved."
-    )
-    return Text(text), beside(runs, where)

@@ -1,14 +1,10 @@
-"""A model over batch sizes: predictions with and without a plan, as one table.
-
-The records are shared: `simulate sweep` fills in what it predicts, `execute sweep` adds what it measured, and the
-report shows both.
-"""
+"""A model over batch sizes: predictions with and without a plan, as one table."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,8 +19,6 @@ from traces.files import Form, JsonRecord
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED
 from traces.records.trace import PARAMETER, Trace
-
-EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +44,6 @@ class SweepRow:
     ops: int
     storages: int
     flops: int
-    measured: dict[str, RunFigures] = field(default_factory=dict)  # by EAGER, KEEP_ALL, PLAN, once measured
     plan_path: str = ""  # relative to the sweep's own file
     trace_path: str = ""
     message: str = ""
@@ -86,8 +79,9 @@ class Sweep(JsonRecord):
         """The answer to read: a line for each batch size; what was written there stands in `directory`."""
         notes = [f"batch {row.batch_size}: {row.message}" for row in self.rows if not row.feasible]
         notes += [f"warning {text}" for text in self.warnings]
-        path = shlex.quote(str(directory))
-        written = f"Written to {directory}: sweep.json, traces, plans. Next: execute sweep {path}"
+        plans = [r.plan_path for r in self.rows if r.plan_path]
+        following = f" Next: execute {shlex.quote(str(directory / plans[0]))}" if plans else ""
+        written = f"Written to {directory}: sweep.json, traces, plans.{following}"
         return [*self.table().without("planner", "budget", "").lines(), *notes, written]
 
     def table(self) -> Table:

@@ -33,11 +33,10 @@ from simulator.prediction.step import provenance as figures_from
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, needed, write_page
 from simulator.report.step import PEAKS_CAPTION, Activation, activations, memory, target_text
-from simulator.report.sweep import _against_batch, _errors
-from simulator.show.tables import CODE, NUMBER, Cell, Table, no, percent_cell, table
-from simulator.studies.sweep import Sweep
+from simulator.show.tables import CODE, NUMBER, Cell, Table, beside, no, percent_cell, table
 from traces.errors import LowtideError, SpecError
 from traces.files import write_text
+from traces.records.measurement import Measurement, RunFigures
 from traces.records.store import load
 from traces.records.trace import (
     ACTIVATION,
@@ -50,6 +49,13 @@ from traces.records.trace import (
 )
 from traces.units import MIB, bytes_unit, show_bytes, show_percent, show_time
 
+WAYS: Final = {
+    "save-all, predicted": "#9cc4e4",
+    "plan, predicted": "#f3b183",
+    "eager, measured": charts.GREY,
+    "save-all, measured": charts.BLUE,
+    "plan, measured": charts.RED,
+}
 PLANNERS: Final = {
     "mu-two-paper": charts.ORANGE,
     "mu-two": charts.BLUE,
@@ -133,10 +139,13 @@ class Study:
         return list(best.values())
 
     @cached_property
-    def measured(self) -> dict[str, Sweep]:
-        """What was measured on a CPU, by folder."""
-        paths = sorted(self.gallery.glob("*-cpu/sweep.json"), reverse=True)
-        return {path.parent.name: Sweep.load(path) for path in paths}
+    def measured(self) -> dict[str, dict[int, Measurement]]:
+        """What was measured on a CPU, by folder and batch size."""
+        found: dict[str, dict[int, Measurement]] = {}
+        for path in sorted(self.gallery.glob("*-cpu/measurement-b*.json"), reverse=True):
+            measured = Measurement.load(path)
+            found.setdefault(path.parent.name, {})[int(measured.options["batch_size"])] = measured
+        return {folder: dict(sorted(of.items())) for folder, of in found.items()}
 
     def ask(self, step: Step, planner: str, budget: str, levers: Levers | None = None) -> Answer:
         """A planner's answer, by recomputation alone where no levers are given."""
@@ -338,17 +347,32 @@ def against_batch(study: Study) -> tuple[Block, ...]:
             )
             spec = small_multiples(study, steps, is_bytes)
             blocks.append(Chart(spec, text, f"{TITLES.get(model, model)}: {name} against mini-batch size"))
-    for folder, sweep in study.measured.items():
-        title, kind = TITLES.get(sweep.model, sweep.model), f"plan by {sweep.rows[0].planner}"
-        for block in _against_batch(sweep, CPU):
-            assert isinstance(block, Chart)
-            text = (
-                f"Pale: predicted from ops measured on that CPU. Solid: measured; {kind}, the line is its budget "
-                f"[{folder}]"
+    for folder, found in study.measured.items():
+        first = next(iter(found.values()))
+        title = TITLES.get(first.model, first.model)
+        text = f"Predicted from ops measured on that CPU; plan by {first.planner}, the line is its budget [{folder}]"
+        runs = [
+            (f"{batch}, {way}", predicted, real)
+            for batch, m in found.items()
+            for way, predicted, real in (
+                ("eager", RunFigures(), m.eager),
+                ("save-all", m.keep_all_predicted, m.keep_all),
+                ("plan", m.predicted, m.measured),
             )
-            name = block.title[0].lower() + block.title[1:]
-            blocks.append(replace(block, title=f"{title}, on a CPU: {name}", caption=text))
-        (errors,) = (b for b in _errors(sweep, CPU) if isinstance(b, Table))
+        ]
+        limits = {str(batch): m.budget_bytes or 0 for batch, m in found.items()}
+        for key, name in (("peak_allocated_bytes", "peak memory"), ("step_time_ns", "iteration latency")):
+            bars = [
+                (batch, f"{way}, {kind}", value)
+                for of, predicted, real in runs
+                for batch, way in (of.split(", "),)
+                for kind, run in (("predicted", predicted), ("measured", real))
+                if (value := run.headline()[key]) is not None
+            ]
+            is_bytes = key.endswith("bytes")
+            spec = charts.grouped(bars, WAYS, name, is_bytes=is_bytes, limits=limits if is_bytes else None)
+            blocks.append(Chart(spec, text, f"{title}, on a CPU: {name}"))
+        errors = beside(runs, CPU)
         blocks.append(
             replace(errors, caption=f"{title}, on a CPU, by batch size. {errors.caption} [{folder}]")
         )
@@ -560,11 +584,10 @@ def measured_where(study: Study) -> Table:
     for s in study.steps:
         of.setdefault(s.path.parent.name, []).append(s)
     ran = dict.fromkeys(of, "nothing was run")
-    for folder, sweep in study.measured.items():
-        paths = [study.gallery / folder / r.trace_path for r in sweep.rows]
-        of[folder] = [Step(sweep.model, path, load(path)) for path in paths]
-        each = (f"batch {r.batch_size}: {', '.join(r.measured) or 'not run'}" for r in sweep.rows)
-        ran[folder] = "; ".join(each)
+    for folder, found in study.measured.items():
+        paths = {batch: study.gallery / folder / f"trace-b{batch}" for batch in found}
+        of[folder] = [Step(found[batch].model, path, load(path)) for batch, path in paths.items()]
+        ran[folder] = "eager, save-all and plan"
     return table(
         of.items(),
         (

@@ -41,7 +41,7 @@ def test_the_command_writes_page_and_picture(gallery: Path, monkeypatch: pytest.
     for chart in charts:
         assert vl_convert.vegalite_to_vega(chart.spec)
         assert chart.caption.endswith("]"), "says where its figures come from"
-    assert len(charts) == 2 + 3 + 4 + 3 + 2
+    assert len(charts) == 2 + 3 + 4 + 2 + 2
 
 
 def test_a_folder_without_sweeps_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.matching import check_alloc_conf
+from executor.matching import check_alloc_conf, times_apply
 from traces.errors import EnvironmentProblem
 from traces.records.trace import TraceMeta
 
@@ -32,3 +32,23 @@ def test_other_allocator_settings_are_refused(
             check_alloc_conf(meta, device)
     else:
         check_alloc_conf(meta, device)
+
+
+@pytest.mark.parametrize(
+    ("mode", "target", "device", "gpu", "applies"),
+    [
+        ("real", "cpu", "cpu", "", True),
+        ("fake", "cpu", "cpu", "", True),
+        ("fake", "H200", "cpu", "", False),
+        ("fake", "cpu", "cuda", "NVIDIA H200", False),
+        ("fake", "H200", "cuda", "NVIDIA H200", True),
+        ("fake", "H200", "cuda:1", "NVIDIA H200", True),
+        ("fake", "H200", "cuda", "NVIDIA H100 80GB HBM3", False),
+        ("real", "NVIDIA H200", "cuda", "NVIDIA H200", True),
+        ("real", "NVIDIA A100-SXM4-80GB", "cuda", "NVIDIA H200", False),
+    ],
+)
+def test_times_are_set_beside_those_of_the_same_device_alone(
+    mode: str, target: str, device: str, gpu: str, applies: bool
+) -> None:
+    assert times_apply(TraceMeta(model="m", mode=mode, target=target), device, gpu) is applies

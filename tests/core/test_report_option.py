@@ -42,7 +42,6 @@ def reporting(command: click.Command) -> Iterator[click.Command]:
 # The input is not there either, and would be named if it were looked at first.
 COMMANDS: list[tuple[Any, tuple[str, ...]]] = [
     (execute, ("run", NOTHING)),
-    (execute, ("sweep", NOTHING)),
     (execute, ("campaign", NOTHING)),
     (simulate, ("", NOTHING)),  # the default command
     (simulate, ("sweep", NOTHING, "--batch-sizes", "8", "--budget", "80%")),

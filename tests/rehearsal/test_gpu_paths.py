@@ -17,7 +17,6 @@ from executor.cli.main import execute
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as api
-from simulator.studies.sweep import Sweep
 from tests.commands import python
 from tests.torch.steps import plan_of, recompute_all
 from tracer import trace
@@ -115,11 +114,6 @@ def test_what_is_made_to_show_measurements_is_refused_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAME, f"H100{ABSENT}")
-    Sweep(model="resnet18", options={}, target="").save(tmp_path / "sweep.json")
-    for words in (
-        ["plan.json", "--report", str(tmp_path / "x.html")],
-        ["sweep", str(tmp_path), "--device", "cuda"],
-    ):
-        refused = CliRunner().invoke(execute, words)
-        assert refused.exit_code == 2, refused.output
-        assert "not there" in refused.stderr
+    refused = CliRunner().invoke(execute, ["plan.json", "--report", str(tmp_path / "x.html")])
+    assert refused.exit_code == 2, refused.output
+    assert "not there" in refused.stderr
