@@ -7,15 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from executor.campaign.cases import NONE
-from executor.campaign.run import Book, Result
+from executor.campaign.run import NONE, Book, Result
 from simulator.report.page import Page, Section, Text, write_page
 from simulator.show.tables import Cell, Table, no, table, yes
 from traces.files import to_json
 
 SLOWDOWN: Final = "slow-down"
-# Those of `RunFigures.headline`, and one more.
-FIGURES: Final = ("allocated", "blocks", "reserved", "time", SLOWDOWN)
+FIGURES: Final = ("allocated", "blocks", "reserved", "time", SLOWDOWN)  # of `headline`, and one more
 MEANING: Final = (
     "Errors are 100·(predicted − measured)/measured, those of slow-downs (the plan's step beside the save-all step) in "
     "points: below 0 the prediction was too low, which is the dangerous side. Predictions know workspaces and times as "
@@ -24,22 +22,19 @@ MEANING: Final = (
 
 
 def error_rows(book: Book) -> list[dict[str, Any]]:
-    """Every figure of every case that is both predicted and measured: bytes, ns, and percent for a slow-down; its error
-    in percent of what was measured, of a slow-down in points. Negative: the prediction was too low."""
+    """Every figure of every case that is both predicted and measured, and its error (see MEANING)."""
     return [
         {
             "model": r.case.model,
             "case": r.case.label,
-            "run": "save-all" if r.case.budget == NONE else "plan",
             "figure": figure,
             "predicted": predicted,
             "measured": measured,
-            "provenance": r.measurement.provenance,
             "error": (predicted - measured) * (1 if figure == SLOWDOWN else 100.0 / measured),
         }
         for r in book.records
         for figure, (predicted, measured) in _pairs(r).items()
-        if r.measurement and None not in (predicted, measured) and (measured or figure == SLOWDOWN)
+        if None not in (predicted, measured) and (measured or figure == SLOWDOWN)
     ]
 
 
@@ -53,13 +48,10 @@ def _pairs(r: Result) -> dict[str, tuple[Any, Any]]:
 
 
 def aggregates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The errors by provenance and figure: their mean, the median of their sizes, the lowest and the highest."""
-    groups: dict[tuple[str, str], list[float]] = {}
-    for r in sorted(rows, key=lambda r: (r["provenance"], FIGURES.index(r["figure"]))):
-        groups.setdefault((r["provenance"], r["figure"]), []).append(r["error"])
+    """The errors by figure: their mean, the median of their sizes, the lowest and the highest."""
+    groups = {figure: [r["error"] for r in rows if r["figure"] == figure] for figure in FIGURES}
     return [
         {
-            "provenance": provenance,
             "figure": figure,
             "rows": len(errors),
             "mean": statistics.fmean(errors),
@@ -67,7 +59,8 @@ def aggregates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "worst_under": min((e for e in errors if e < 0), default=None),
             "worst_over": max((e for e in errors if e > 0), default=None),
         }
-        for (provenance, figure), errors in groups.items()
+        for figure, errors in groups.items()
+        if errors
     ]
 
 
@@ -76,9 +69,7 @@ def answer(book: Book) -> dict[str, Any]:
     rows = error_rows(book)
     return {
         "campaign": book.name,
-        "device": book.method.device,
         "asked": book.asked,
-        "finished": len(book.records),
         "statuses": dict(Counter(r.status for r in book.records)),
         "errors": aggregates(rows),
         "rows": rows,
@@ -88,7 +79,7 @@ def answer(book: Book) -> dict[str, Any]:
 
 def summary(book: Book) -> str:
     """The campaign to read: every case, then the errors in aggregate."""
-    parts = ", ".join(f"{n} {status}" for status, n in answer(book)["statuses"].items())
+    parts = ", ".join(f"{n} {status}" for status, n in Counter(r.status for r in book.records).items())
     told = f"{len(book.records)} of {book.asked} cases: {parts or 'none finished'}"
     return "\n".join([*cases(book).lines(), "", told, "", *errors(book).lines()])
 
@@ -129,7 +120,6 @@ def errors(book: Book) -> Table:
         aggregates(error_rows(book)),
         [
             ("figure", "", lambda a: a["figure"]),
-            ("provenance", "", lambda a: a["provenance"]),
             ("runs", "count", lambda a: a["rows"]),
             *((title, "points", lambda a, name=name: a[name]) for title, name in numbers.items()),
         ],
@@ -147,12 +137,6 @@ def write_campaign(path: str | Path, book: Book) -> Path:
         Section("Every case", (cases(book),)),
         Section("Provenance", (Table(columns=("", "value"), rows=tuple(rows)),)),
     )
-    places = " and ".join(dict.fromkeys(m.place for m in found)) or "nothing yet"
-    return write_page(
-        path,
-        Page(
-            title=f"Campaign {book.name}: how wrong the predictions were",
-            subtitle=f"{len(book.records)} of {book.asked} cases · measured on {places}",
-            sections=sections,
-        ),
-    )
+    title = f"Campaign {book.name}: how wrong the predictions were"
+    where = f"measured on {found[0].place}" if found else "nothing was measured"
+    return write_page(path, Page(title, f"{len(book.records)} of {book.asked} cases · {where}", sections))

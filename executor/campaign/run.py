@@ -1,22 +1,128 @@
-"""Run the cases of a campaign: each traced on the device, planned, and measured as `execute` does."""
+"""Run a campaign: the cases of a TOML file, each traced, planned, and measured as `execute` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import itertools
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
-from executor.campaign.cases import NONE, Case, Method
+import msgspec
+
 from executor.measuring import JobResult
 from executor.plans import Settings, measure_plan
+from simulator.core.limits import check_budget
+from simulator.planners import DEFAULT, REGISTRY
 from simulator.prediction import ask as api
-from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, TraceError
-from traces.files import Form, JsonRecord, to_json
+from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
+from traces.files import Form, JsonRecord, canonical_json, from_json, to_json
 from traces.isolated import run_fresh
+from traces.model_spec import short_name, split_reference
 from traces.provenance import REHEARSED
 from traces.records import store
 from traces.records.measurement import Measurement
+
+PACKAGED: Final = Path(__file__).resolve().parent
+NONE: Final = "none"  # as a budget: everything saved
+SHORT: Final = {"batch_size": "b", "seq_len": "s", "image_size": "px"}
+Count = Annotated[int, msgspec.Meta(ge=0)]
+OneOrMore = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One question to the machine: how much a step needs with a plan. `options` are those that `trace` takes."""
+
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    budget: str = NONE  # `none`, or what `simulate --budget` takes
+    planner: str = "save-all"
+
+    @property
+    def step(self) -> str:
+        """`resnet50 b8 px64 amp bfloat16`."""
+        marks = {k: SHORT.get(k, f"{k.replace('_', '-')} ") for k in sorted(self.options)}
+        return " ".join([short_name(self.model), *(f"{mark}{self.options[k]}" for k, mark in marks.items())])
+
+    @property
+    def label(self) -> str:
+        """The case in a line."""
+        return f"{self.step} save-all" if self.budget == NONE else f"{self.step} {self.budget} {self.planner}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """How the cases are traced and measured: the table [campaign]."""
+
+    device: str = "cpu"  # unless --device says otherwise
+    rounds: OneOrMore = 3  # timed rounds of the trace
+    trace_warmup: Count = 1
+    verify_steps: Count = 3  # 0: no verification
+    memory_steps: OneOrMore = 5  # those after the first are the steady ones
+    warmup: Count = 1
+    runs: OneOrMore = 5  # timed steps
+    seed: int = 0
+
+
+def load_cases(name: str) -> tuple[Method, tuple[Case, ...]]:
+    """Read, check and multiply out a cases file: its path, or the name of one that comes with Lowtide (`cpu`, `gpu`,
+    `gpu-quick`). Raises SpecError if there is none, it is no TOML, or a key or value means nothing; says which case.
+    """
+    from tracer.step.loop_options import AROUND_OPTIONS
+    from tracer.step.named.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
+
+    path = Path(name) if Path(name).is_file() else PACKAGED / f"{name.removesuffix('.toml')}.toml"
+    if not path.is_file():
+        names = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
+        raise SpecError(f"{name}: no such file of cases; give the path of a TOML file, or one of: {names}.")
+    known = ("model", "budget", "planner", *IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *AROUND_OPTIONS)
+    place, cases = str(path), dict[str, Case]()
+    try:
+        data = _keys(tomllib.loads(path.read_text(encoding="utf-8")), ("campaign", "case"))
+        if not isinstance(data.get("case"), list):
+            raise SpecError("no cases; add a table [[case]] with a model.")
+        place = f"{path}, [campaign]"
+        method = from_json(Method, _keys(data.get("campaign", {}), [f.name for f in fields(Method)]))
+        for number, table in enumerate(data["case"], 1):
+            place = f"{path}, case {number}"
+            for case in _multiplied(_keys(table, known), path.resolve().parent):
+                cases.setdefault(canonical_json(to_json(case)), case)  # the same question is asked once
+    except (LowtideError, ValueError) as error:  # broken TOML is one
+        raise SpecError(f"{place}: {error}") from None
+    return method, tuple(cases.values())
+
+
+def _keys(table: Any, known: Iterable[str]) -> dict[str, Any]:
+    """A table of the file by the names of options; SpecError for a key that is none of these."""
+    if not isinstance(table, dict):
+        raise SpecError(f"{table!r} must be a table.")
+    flags = [k.replace("_", "-") for k in known]
+    for key in table:
+        if key not in flags:
+            raise SpecError(f"unknown key {key!r}; known are {', '.join(dict.fromkeys(flags))}.")
+    return {k.replace("-", "_"): v for k, v in table.items()}
+
+
+def _multiplied(table: dict[str, Any], root: Path) -> Iterator[Case]:
+    lists = {k: v if isinstance(v, list) else [v] for k, v in table.items()}
+    if "model" not in lists or [] in lists.values():
+        raise SpecError('no model (model = "resnet50" or a list of models), or an empty list.')
+    budgets, planners = lists.pop("budget", [NONE]), lists.pop("planner", [DEFAULT])
+    for *given, budget, planner in itertools.product(*lists.values(), budgets, planners):
+        options = dict(zip(lists, given, strict=True))
+        model = str(options.pop("model"))
+        if planner not in REGISTRY:
+            raise SpecError(f"{planner!r} is no planner; there are {', '.join(REGISTRY)}.")
+        if (parts := split_reference(model)) is not None:
+            model = f"{root / parts[0]}:{parts[1]}"  # paths of models are relative to the cases file
+        if budget == NONE:
+            yield Case(model=model, options=options)
+        else:
+            check_budget(str(budget))
+            yield Case(model=model, options=options, budget=str(budget), planner=planner)
+
 
 # What became of a case: the first four are answers.
 DONE, ABSENT, INFEASIBLE, OUT_OF_MEMORY = "measured", "rehearsed", "infeasible", "out of memory"
@@ -24,9 +130,6 @@ NOT_EQUAL, FAILED = "verification failed", "failed"
 BOOK: Final = "campaign.json"
 
 Say = Callable[[str], None]
-Known = dict[
-    str, dict[str, JobResult] | LowtideError
-]  # by step: eager and save-all, or why there is no trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +170,9 @@ def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[s
 
 
 def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say) -> Book:
-    """Run cases; returns the book with their results, which also stand in `campaign.json` in the directory, each as it
-    is made.
-
-    Args:
-        book: without records.
-
-    Raises:
-        EnvironmentProblem: no such device.
-        TraceError: the directory holds something already.
+    """Run cases; returns the book, which had no records, with their results. They also stand in `campaign.json` in the
+    directory, each as it is made. Raises EnvironmentProblem if there is no such device, TraceError if the directory
+    holds something already.
     """
     from tracer.step.step import check_device
 
@@ -84,21 +181,34 @@ def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say) -> Boo
     check_device(book.method.device)
     book = replace(book, asked=len(cases))
     steps = {step: root / "traces" / str(k) for k, step in enumerate(dict.fromkeys(c.step for c in cases))}
-    known: Known = {}
+    known: dict[str, dict[str, JobResult]] = {step: {} for step in steps}  # eager and save-all
     for number, case in enumerate(cases, 1):
         say(f"[{number}/{len(cases)}] {case.label}")
         plan = root / "plans" / f"{number}.json"
-        found = _result(case, book.method, steps[case.step], known, plan, lambda line: say(f"    {line}"))
+        found = _result(
+            case, book.method, steps[case.step], known[case.step], plan, lambda s: say(f"    {s}")
+        )
         say(f"    {found.status}{': ' + found.message if found.message else ''}")
         book = replace(book, records=(*book.records, found))
         book.save(root / BOOK)
     return book
 
 
-def _result(case: Case, method: Method, trace: Path, known: Known, plan: Path, say: Say) -> Result:
-    """Return what comes out of a case, also where it is an error."""
+def _result(
+    case: Case, method: Method, trace: Path, known: dict[str, JobResult], plan: Path, say: Say
+) -> Result:
+    """Return what comes out of a case, also where it is an error: what `measure_plan` finds, after the step's trace was
+    recorded in a process of its own."""
     try:
-        m = _measured(case, method, trace, known, plan, say)
+        if not trace.exists():
+            say("recording the step")
+            given = {"case": to_json(case), "method": to_json(method), "path": str(trace)}
+            run_fresh("executor.campaign.run:record", given, what="recorded the step")
+        say("planning")
+        made = api.plan(trace, None if case.budget == NONE else case.budget, planner=case.planner)
+        how = {k: getattr(method, k) for k in ("device", "memory_steps", "warmup", "runs")}
+        settings = Settings(steps=method.verify_steps, **how)
+        m = measure_plan(made, made.save(plan), settings, say, known)
     except LowtideError as error:
         kinds = {BudgetError: INFEASIBLE, OutOfMemoryProblem: OUT_OF_MEMORY, LowtideError: FAILED}
         status = next(status for kind, status in kinds.items() if isinstance(error, kind))
@@ -107,22 +217,3 @@ def _result(case: Case, method: Method, trace: Path, known: Known, plan: Path, s
         why = f"not equal to eager: {m.first_difference}"
         return Result(case=case, status=NOT_EQUAL, message=why, measurement=m)
     return Result(case=case, status=ABSENT if m.provenance == REHEARSED else DONE, measurement=m)
-
-
-def _measured(case: Case, method: Method, trace: Path, known: Known, plan: Path, say: Say) -> Measurement:
-    """What `measure_plan` finds, after the step's trace was recorded in a process of its own, once a step."""
-    if case.step not in known:
-        say("recording the step")
-        given = {"case": to_json(case), "method": to_json(method), "path": str(trace)}
-        try:
-            run_fresh("executor.campaign.run:record", given, what="recorded the step")
-            known[case.step] = {}
-        except LowtideError as error:
-            known[case.step] = error
-    beside = known[case.step]
-    if isinstance(beside, LowtideError):
-        raise beside
-    say("planning")
-    made = api.plan(trace, None if case.budget == NONE else case.budget, planner=case.planner)
-    how = {k: getattr(method, k) for k in ("device", "memory_steps", "warmup", "runs")}
-    return measure_plan(made, made.save(plan), Settings(steps=method.verify_steps, **how), say, beside)

@@ -119,8 +119,7 @@ def measurement() -> Measurement:
 
 def keys_of(title: str) -> set[str]:
     """The keys that stand under a heading."""
-    from executor.campaign.cases import Case, Method
-    from executor.campaign.run import Book, Result
+    from executor.campaign.run import Book, Case, Method, Result
     from simulator.studies.sweep import Sweep, SweepRow
 
     def named(*kinds: Any) -> set[str]:
@@ -144,7 +143,7 @@ def test_every_key_of_a_record_is_documented(title: str) -> None:
 
 
 def test_every_key_of_a_campaigns_cases_is_documented() -> None:
-    from executor.campaign.cases import Method
+    from executor.campaign.run import Method
 
     text = section(FORMATS, "A campaign")
     assert [f.name for f in fields(Method) if f.name.replace("_", "-") not in text] == []
