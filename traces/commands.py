@@ -195,7 +195,6 @@ class Output:
     report: Path | None = None
     as_json: bool = False
     quiet: bool = False
-    indent: int | None = 1  # of the JSON; None: it is one line
 
     def say(self, line: str) -> None:
         """A line of progress, on stderr."""
@@ -205,7 +204,7 @@ class Output:
     def show(self, data: Callable[[], dict[str, Any]], text: Callable[[], str]) -> None:
         """The answer on stdout: one JSON object, or text to read."""
         if self.as_json:
-            echo(json.dumps(_finite(data()), indent=self.indent, allow_nan=False))
+            echo(json.dumps(_finite(data()), allow_nan=False))
         else:
             echo(text())
 

@@ -117,15 +117,6 @@ class Event(
     stream: Natural = 0
     frames: Any = None  # the stack, the innermost first, unless it was not recorded
     free_bytes: Natural = 0  # of OUT_OF_MEMORY: what the device had left
-    time_us: int = 0  # of Unix time
-
-
-class _Annotation(Struct, frozen=True):
-    """Where a stretch that torch's profiler knows begins or ends, such as an optimizer's step."""
-
-    time_us: int = 0
-    stage: Any = None
-    name: Any = None
 
 
 class Snapshot(Struct, frozen=True):
@@ -134,7 +125,6 @@ class Snapshot(Struct, frozen=True):
     segments: list[_Segment]
     device_traces: list[list[Any]]
     allocator_settings: Any = None
-    external_annotations: list[_Annotation] = []
 
     def of_device(self) -> tuple[int, tuple[Event, ...], bool]:
         """The first device that recorded anything, its events, and whether these name their pools."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Final
 
 from simulator.core.problem import Problem
@@ -90,19 +90,14 @@ def requests_of(problem: Problem, schedule: Schedule) -> Requests:
 
 def recorded(problem: Problem, schedule: Schedule, make: Callable[..., Recorder]) -> Requests:
     """The requests of a schedule by recorders that `make` makes, of the first iteration last."""
-    parts, stay = _parts_of(problem.trace)
+    options = problem.trace.meta.options
+    # Of how many parts an iteration is whose gradients add up, and whether these stay for the next.
+    parts, stay = min(options.get("accumulate", 1), MOST_PARTS), options.get("zero_grad") in ("keep", "none")
     later = _iteration(make(problem, gradients=parts == 1 or stay), schedule, parts, stay=stay)
     if not stay:
         return later
     first = _iteration(make(problem, gradients=False, before=later.count), schedule, parts, stay=True)
     return replace(later, residents=first.residents, first=first)
-
-
-def _parts_of(trace: Trace) -> tuple[int, bool]:
-    """Return of how many parts an iteration is whose gradients add up, and whether these stay for the next."""
-    options = trace.meta.options
-    parts, stay = options.get("accumulate", 1), options.get("zero_grad") in ("keep", "none")
-    return min(parts, MOST_PARTS), stay
 
 
 def _iteration(recording: Recorder, schedule: Schedule, parts: int, *, stay: bool) -> Requests:
@@ -120,7 +115,8 @@ def _iteration(recording: Recorder, schedule: Schedule, parts: int, *, stay: boo
             recording.held, recording.there = recording.there, {}
     recording.begin_optimizer()  # a step without an optimizer op has all its residents by then
     if not stay:
-        recording.free_all(recording.sums)
+        for block in chain.from_iterable(recording.sums.values()):
+            recording.free(block)
     return Requests(
         residents=recording.residents,
         blocks=tuple(recording.blocks),
@@ -202,11 +198,6 @@ class Recorder:
     def free(self, block: int) -> None:
         self.blocks.append(~block)
         self.sizes.append(0)
-
-    def free_all(self, of: dict[int, list[int]]) -> None:
-        for blocks in of.values():
-            while blocks:
-                self.free(blocks.pop(0))
 
     def begin_optimizer(self) -> None:
         """Allocate the optimizer's state, unless that was done."""

@@ -75,7 +75,6 @@ MOST_INSTANTS: Final = 8
 class Instant:
     """One instant's demands: the free capacity is the budget less `unavoidable_bytes`."""
 
-    op: int
     unavoidable_bytes: int
     most_bytes: int  # of what may be in memory beyond that: with nothing to run again
     steps: tuple[tuple[int, int], ...]  # (added time, bytes saved), cheapest time per byte first
@@ -91,16 +90,6 @@ class Instant:
             time_ns += ns if over >= nbytes else ns * over // nbytes
             over -= nbytes
         return None if over > 0 else (time_ns, *price)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The storages in memory at an instant whatever the plan, and those wanted after it, by id."""
-
-    unavoidable_bytes: int
-    wanted: NDArray[np.bool_]
-    forced: NDArray[np.bool_]
-    at: int  # what was made before this op can be in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +111,6 @@ NOTHING_SHOWN = "no instant shows that anything must be computed again"
 class Bound:
     """The least time that every plan within a budget must add."""
 
-    budget_bytes: int
     feasible: bool  # False: certainly no plan fits; True: none of the instants looked at rules one out
     added_time_ns: int  # rounded down; 0 if not feasible
     overhead_percent: float  # of the step time with everything saved
@@ -219,11 +207,6 @@ class Instants:
             if s >= 0 and self._taken(i) >= 0:
                 self.unavoidable_bytes[i] -= self.trace.storages.nbytes[s]
 
-    def sure(self, s: int, gap: int) -> bool:
-        """Return whether a storage is in memory in the gap before an op whatever the plan."""
-        producer = self.trace.storages.producer[s]
-        return producer < 0 or (producer < gap and self.forced_until[s] >= gap)
-
     def _taken(self, op: int) -> int:
         """The storage that an op takes over although it is there whatever the plan, as it need not survive; or -1."""
         s = self.trace.ops.overwrites[op]
@@ -244,7 +227,7 @@ class Instants:
         peak = max(resident, max(self.unavoidable_bytes, default=0))
         op = self.unavoidable_bytes.index(peak) if peak > resident else -1
         reads = set(self.trace.ops.reads[op]) if op >= 0 else ()
-        inside = sum(sts.nbytes[s] for s in reads if sts.producer[s] >= 0 and self.sure(s, op))
+        inside = sum(sts.nbytes[s] for s in reads if 0 <= sts.producer[s] < op <= self.forced_until[s])
         stays = self.sure_bytes[op] - resident - inside if op >= 0 else 0
         return Floor(
             peak_bytes=peak,
@@ -257,15 +240,13 @@ class Instants:
     def at(self, op: int) -> Instant:
         """The instant at which op `op` first runs, or the turn."""
         if op not in self._instants:
-            setting = self.setting(op)
-            parts = self._components(setting)
+            unavoidable_bytes, parts = self._demands(op)
             steps = Counter(step for part in parts for step in steps_of(part))
             # Shifted far enough that two different prices never round to the same int, nor swap places.
             shift = 2 * max((b for _, b in steps), default=1).bit_length()
             ordered = sorted(steps, key=lambda step: ((step[0] << shift) // step[1], step))
             self._instants[op] = Instant(
-                op=op,
-                unavoidable_bytes=setting.unavoidable_bytes,
+                unavoidable_bytes=unavoidable_bytes,
                 most_bytes=sum(part[0].nbytes for part in parts),
                 steps=tuple(step for step in ordered for _ in range(steps[step])),
             )
@@ -287,8 +268,8 @@ class Instants:
         worth.sort(key=lambda i: (-self.peaks[i], i))
         return [TURN, *worth[:MOST_INSTANTS]]
 
-    def setting(self, op: int) -> Setting:
-        """Return what is in memory while op `op` first runs, or at the turn."""
+    def _demands(self, op: int) -> tuple[int, list[tuple[Corner, ...]]]:
+        """What is in memory while an op first runs, or at the turn, whatever the plan; the components of the rest."""
         at = self.turn if op == TURN else op
         forced = (self.producer >= 0) & (self.producer < at) & (self.until >= at)
         after = op
@@ -303,12 +284,8 @@ class Instants:
                 forced[self._taken(op)] = False
         made = (self.producer >= 0) & (self.producer < min(at, self.turn))
         wanted = made & ~forced & (self._last_read > after)
-        return Setting(unavoidable_bytes=unavoidable, wanted=wanted, forced=forced, at=at)
-
-    def _components(self, setting: Setting) -> list[tuple[Corner, ...]]:
-        made = (self.producer >= 0) & (self.producer < min(setting.at, self.turn))
-        link = made & ~setting.wanted & ~setting.forced
-        return list(components(self.problem, setting.wanted.tolist(), link.tolist(), self._known))
+        link = made & ~wanted & ~forced
+        return unavoidable, list(components(self.problem, wanted.tolist(), link.tolist(), self._known))
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look."""
@@ -318,24 +295,23 @@ class Instants:
 
     def _found(self, budget_bytes: int) -> Bound:
         if budget_bytes < self.floor.peak_bytes:
-            return self._infeasible(budget_bytes, self.floor.op, self.floor.peak_bytes)
+            return self._infeasible(self.floor.op, self.floor.peak_bytes)
         best, at = (0, 0, 1), TURN
         for op in self.overfull(budget_bytes):
             instant = self.at(op)
             found = instant.added(budget_bytes)
             if found is None:
                 least = instant.unavoidable_bytes + instant.most_bytes - sum(b for _, b in instant.steps)
-                return self._infeasible(budget_bytes, op, least)
+                return self._infeasible(op, least)
             if found[0] > best[0]:
                 best, at = found, op
         reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING_SHOWN
-        return self._bound(budget_bytes, at, best, reason)
+        return self._bound(at, best, reason)
 
-    def _bound(self, budget_bytes: int, op: int, found: tuple[int, int, int], reason: str) -> Bound:
+    def _bound(self, op: int, found: tuple[int, int, int], reason: str) -> Bound:
         """`found`: as `Instant.added` gives it."""
         added_time_ns, price_ns, price_bytes = found
         return Bound(
-            budget_bytes=budget_bytes,
             feasible=True,
             added_time_ns=added_time_ns,
             overhead_percent=100 * added_time_ns / self.trace.time_ns if self.trace.time_ns else 0.0,
@@ -345,9 +321,9 @@ class Instants:
             reason=reason,
         )
 
-    def _infeasible(self, budget_bytes: int, op: int, least_bytes: int) -> Bound:
+    def _infeasible(self, op: int, least_bytes: int) -> Bound:
         least = f"at least {least_bytes} bytes are in memory, whatever is computed again"
-        bound = self._bound(budget_bytes, op, (0, 0, 1), f"no plan fits: {self._while(op)} {least}")
+        bound = self._bound(op, (0, 0, 1), f"no plan fits: {self._while(op)} {least}")
         return replace(bound, feasible=False)
 
     def _while(self, op: int) -> str:

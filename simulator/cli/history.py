@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from simulator.cli.options import BUDGET_OF, DEVICE, LEVERS, SEARCH, Words, asking, output_options
-from traces.commands import Output
+from simulator.cli.options import BUDGET_OF, DEVICE, LEVERS, SEARCH, Words, asking
+from traces.commands import Output, output_options
 from traces.errors import TraceError
 
 MOST_ROWS = 8

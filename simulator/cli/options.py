@@ -1,8 +1,7 @@
-"""Share between the subcommands of `simulate`: options and what they mean, and where answers go."""
+"""Share between the subcommands of `simulate`: options and what they mean."""
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from simulator.core.limits import ALLOW, BIT_EXACT, DEFAULTS
-from traces.commands import OUTPUT, Output, echo, gathered
+from traces.commands import Output, gathered
 from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED
 
@@ -104,21 +103,3 @@ def show(out: Output, found: Study[Any]) -> None:
 
         write_study(out.report, found)
     out.show(lambda: found.data, lambda: "\n".join(found.lines()))
-
-
-def _output(as_json: bool, quiet: bool, report: Path | None = None) -> Output:
-    """Return what the modules inside log is told too."""
-    logger = logging.getLogger("lowtide")
-    logger.setLevel(logging.INFO)
-    logger.handlers = [] if quiet else [_Told()]
-    logger.propagate = False
-    return Output(report=report, as_json=as_json, quiet=quiet, indent=None)
-
-
-output_options: Final = gathered("out", _output, *OUTPUT)
-answer_options: Final = gathered("out", _output, *OUTPUT[1:])  # of a command without a page
-
-
-class _Told(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        echo(record.getMessage(), err=True)

@@ -17,9 +17,8 @@ from simulator.cli.options import (
     SEARCH,
     Words,
     asking,
-    output_options,
 )
-from traces.commands import Grouped, Output, OutputFile, Refused
+from traces.commands import Grouped, Output, OutputFile, Refused, output_options
 from traces.errors import SpecError
 from traces.files import check_writable
 

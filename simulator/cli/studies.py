@@ -20,14 +20,12 @@ from simulator.cli.options import (
     SEARCH,
     TRACE_WORDS,
     Words,
-    answer_options,
     asking,
     listed,
-    output_options,
     show,
     words_for_trace,
 )
-from traces.commands import Output, Refused
+from traces.commands import Output, Refused, answer_options, output_options
 from traces.errors import BudgetError, SpecError
 
 BUDGET_OVERHEAD = click.option(

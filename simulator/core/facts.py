@@ -33,7 +33,6 @@ class Facts:
         reloaded: what comes back from host memory whatever the plan; backward reads it, and nothing saves it.
         candidates: storages that a plan may recompute, in order of their production.
         transient_bytes: op -> bytes that its own run adds at most, outputs and workspace.
-        created_bytes: op -> bytes of all that it creates.
         asks_again: op -> whether a library serves it that asks for a workspace in each thread: in backward's once more.
     """
 
@@ -86,7 +85,6 @@ class Facts:
         self.recompute_only = tuple(again and not (saved or stays) for again, saved, stays in of)
         asked = trace.meta.rerun_workspaces
         self.asks_again = tuple(x in asked and not view for view, x in zip(is_view, ops.target, strict=True))
-        self.created_bytes = created_bytes
         highest = (max(accumulate(e), default=0) for e in ops.events)
         self.transient_bytes = tuple(map(max, created_bytes, highest))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from simulator.core.facts import Facts
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
-from traces.records.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE
+from traces.records.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +98,16 @@ def why_not(facts: Facts, storage: int) -> str:
         return "forward does not make it"
     if facts.pinned[storage]:
         return "code outside the captured graph holds it"
-    if flags := trace.ops.flags[producer] & FORBIDS_RECOMPUTE:
-        marks = ", ".join(n for b, n in FLAG_NAMES.items() if flags & b)
+    if marks := _marks(trace, producer):
         return f"its op {trace.ops.name[producer]} is marked {marks}"
     return (
         "it is empty, or made from what is random and not saved, or from a parameter that is stepped before"
     )
+
+
+def _marks(trace: Trace, op: int) -> str:
+    """The flags that forbid an op to run again, in words."""
+    return ", ".join(n for b, n in FLAG_NAMES.items() if trace.ops.flags[op] & b & FORBIDS_RECOMPUTE)
 
 
 def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:
@@ -241,17 +245,13 @@ class _Building:
                 continue
             visited.add(i)
             if not self.facts.may_rerun[i] and not self.facts.is_view[i]:
-                raise self._forbidden(c, i)
+                names = self.trace.ops.name
+                raise PlanError(
+                    f"op {c} ({names[c]}) needs op {i} ({names[i]}) again, which is marked {_marks(self.trace, i)}."
+                )
             stack.append((i, consumer, True))
             stack.extend((j, i, False) for j in reversed(self.inputs[i]))
         return order, demanded
-
-    def _forbidden(self, c: int, i: int) -> PlanError:
-        ops = self.trace.ops
-        flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
-        return PlanError(
-            f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which is marked {flags}."
-        )
 
     def schedule(self) -> Schedule:
         """The steps, with what each frees and takes over."""

@@ -131,7 +131,9 @@ class Search:
             excess = peak_bytes - self.budget_bytes
             if excess <= 0:
                 return True
-            idle = self.sizable(self.idle_among(self.candidates, state, peak_step, steps))
+            there = self.idle_among(self.candidates, state, peak_step, steps)
+            large = there[self.nbytes[there] >= self.large]  # small ones only if there are no others
+            idle = cast(list[int], (large if len(large) else there).tolist())
             wanted = max(1, excess // AT_ONCE)
             for s in sorted(idle, key=lambda s: ((costs.of(s) + 1) / nbytes[s], s)):
                 if wanted <= 0:
@@ -187,11 +189,6 @@ class Search:
             return False
         state.evictions = {**state.evictions, consumer: (*state.evictions.get(consumer, ()), *evicted)}
         return True
-
-    def sizable(self, storages: NDArray[np.int64]) -> list[int]:
-        """These storages, the small ones only if there are no others."""
-        large = storages[self.nbytes[storages] >= self.large]
-        return cast(list[int], (large if len(large) else storages).tolist())
 
     def save_again(self, state: State) -> Found:
         """Save again what can be saved within the budget, dearest first, until nothing changes."""

@@ -29,9 +29,9 @@ COLOURS: Final = {
     "parameter": BLUE, "optimizer state": PINK, "buffer": GREY, "input": GREEN, "gradient": ORANGE,
     "activation": SKY, "other": SAND, "workspace": "#5a4fcf",
 }  # fmt: skip
-IS_SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
+IS_SAVED, RECOMPUTED = "saved", "recomputed"
 UNABLE = "saved: may not be recomputed"
-ACTION_COLOURS: Final = {IS_SAVED: SKY, RECOMPUTED: RED, REPLACED: GREEN, UNABLE: GREY}
+ACTION_COLOURS: Final = {IS_SAVED: SKY, RECOMPUTED: RED, UNABLE: GREY}
 LEVELS: Final = {"budget": (RED, (6, 4)), "reserved": (PINK, (1, 3))}  # hue and dashes
 MOST_POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
 

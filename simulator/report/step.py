@@ -19,7 +19,7 @@ from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.rows import Study
-from traces.records.plan import RECOMPUTE, SAVE, Plan
+from traces.records.plan import Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import show_bytes, show_percent, show_time
 
@@ -68,8 +68,11 @@ def write_study(path: str | Path, found: Study[Any]) -> Path:
 
 
 def simulation_sections(c: Prediction) -> tuple[Section, ...]:
+    sentence, parts = at_peak(c)
+    held = Text(f"{sentence} the parts sum to it. Workspace is what the running op uses beyond its outputs.")
+    largest = holders(c.step.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak")
     return (
-        Section("What holds the memory at the peak", peak_blocks(c)),
+        Section("What holds the memory at the peak", (held, parts, largest)),
         Section("Static analysis of activations", activation_blocks(c.step, c.plan)),
         Section("Model and trace", (metadata(c.trace),)),
     )
@@ -163,15 +166,6 @@ def memory(c: Prediction) -> Chart:
     return Chart(charts.memory_over_step(c.step.trace, c.planned, beside, levels), text)
 
 
-def _at(trace: Trace, run: Replay) -> str:
-    """Where the peak is, in words behind it."""
-    at = run.timeline.peak_step
-    if at < 0:
-        return ""
-    again = " again" if run.schedule.recompute[at] else ""
-    return f" while {where(trace, run.schedule.op[at])} runs{again}"
-
-
 def at_peak(c: Prediction) -> tuple[str, Table]:
     """Where the plan's peak is, and what holds it there, by category, beside the peak with everything saved."""
     trace = c.step.trace
@@ -188,17 +182,11 @@ def at_peak(c: Prediction) -> tuple[str, Table]:
         ),
         total=("peak", sum(before.values()), peak, 100.0),
     )
-    return f"At the peak{',' * bool(at := _at(trace, c.planned))}{at}:", parts
-
-
-def peak_blocks(c: Prediction) -> tuple[Block, ...]:
-    """The peak by category, with and without the plan, and the largest storages that stand there."""
-    sentence, parts = at_peak(c)
-    return (
-        Text(f"{sentence} the parts sum to it. Workspace is what the running op uses beyond its outputs."),
-        parts,
-        holders(c.step.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak"),
-    )
+    schedule, at = c.planned.schedule, c.planned.timeline.peak_step
+    if at < 0:
+        return "At the peak:", parts
+    again = " again" if schedule.recompute[at] else ""
+    return f"At the peak, while {where(trace, schedule.op[at])} runs{again}:", parts
 
 
 def holders(trace: Trace, replay: Replay, caption: str = "", most: int = HOLDERS) -> Table:
@@ -264,13 +252,10 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
     if not found:
         return (Text("Forward saves nothing for backward."),)
     candidates, recomputed = frozenset(problem.candidates), plan.recomputed
-    replaced = {a.storage for a in plan.actions if a.recipe not in (SAVE, RECOMPUTE)}
 
     def action(a: Activation) -> str:
         if a.storage in recomputed:
             return charts.RECOMPUTED
-        if a.storage in replaced:
-            return charts.REPLACED
         return charts.IS_SAVED if a.storage in candidates else charts.UNABLE
 
     def cost(a: Activation) -> Cell:

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from simulator import bounds
-from simulator.bounds import Instant, Instants, Setting, bounder_of, networks
-from simulator.bounds.networks import Corner
+from simulator.bounds import Instant, Instants, bounder_of, networks
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import search
@@ -226,10 +225,13 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             bounds, "steps_of", lambda part: [(2 * time_ns, nbytes) for time_ns, nbytes in true_steps(part)]
         )
     else:
-        true_components = Instants._components
+        true_components = networks.components
 
         # What t reads is in memory and paid for; forgetting that makes it cost time again.
-        def without_forced(self: Instants, setting: Setting) -> list[tuple[Corner, ...]]:
-            return true_components(self, replace(setting, forced=np.zeros_like(setting.forced)))
+        def without_forced(problem: Problem, wanted: list[bool], link: list[bool], known: Any) -> Any:
+            made = problem.trace.storages.producer
+            last = max((p for p, *of in zip(made, wanted, link, strict=True) if any(of)), default=-1)
+            all_links = [not w and 0 <= p <= last for p, w in zip(made, wanted, strict=True)]
+            return true_components(problem, wanted, all_links, known)
 
-        monkeypatch.setattr(Instants, "_components", without_forced)
+        monkeypatch.setattr(bounds, "components", without_forced)

@@ -153,7 +153,7 @@ def times_as_text(table: pa.Table) -> pa.Table:
             for file in (OPS_FILE, STORAGES_FILE)
             for share in (0.0, 0.3, 0.9)
         ),
-        (OPS_FILE, lambda t: t.append_column("name", t.column("name")), "column 'name' is there twice"),
+        (OPS_FILE, lambda t: t.append_column("name", t.column("name")), "column 'name' is string, string"),
         (OPS_FILE, lambda t: pa.table({"a": [1, 2]}), "not one of Lowtide's"),
         (OPS_FILE, lambda t: with_header(t, record="recipe"), "does not describe a trace"),
         (OPS_FILE, lambda t: with_header(t, schema_version=99), "schema version 99"),

@@ -85,14 +85,8 @@ def read_table(path: Path, columns: dict[str, str]) -> tuple[dict[str, Any], dic
             for column, kind in columns.items():
                 found = [field.type for field in schema if field.name == column]
                 if found != [arrow_type(kind)] and (found or column not in LATER):
-                    told = (
-                        f"{found[0]}, not {kind}"
-                        if len(found) == 1
-                        else "there twice"
-                        if found
-                        else "missing"
-                    )
-                    raise TraceError(f"{path}: the column {column!r} is {told}; {AGAIN}")
+                    told = ", ".join(map(str, found)) or "missing"
+                    raise TraceError(f"{path}: the column {column!r} is {told}, not {kind}; {AGAIN}")
             there = [c for c in columns if c in schema.names]
             table = file.read(columns=there)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
