@@ -143,11 +143,10 @@ class Form:
     version: int
     advice: str  # what to do about a file that is none, without its full stop
     error: type[LowtideError]
-    version_key: str = ""  # without one: `plan_version`
 
     @property
     def key(self) -> str:
-        return self.version_key or f"{self.name}_version"
+        return f"{self.name.replace('-', '_')}_version"
 
 
 class JsonRecord:

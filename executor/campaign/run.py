@@ -148,7 +148,6 @@ class Book(JsonRecord):
 
     form: ClassVar = Form(
         name="campaign",
-        version_key="record_version",
         version=3,
         advice="`execute campaign CASES -o DIR` writes DIR/campaign.json",
         error=TraceError,

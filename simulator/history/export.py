@@ -118,16 +118,12 @@ class _Film:
         for s, producer in enumerate(sts.producer):
             if producer < 0:
                 names.setdefault(sts.nbytes[s], []).append(s)
-        moved: list[Block] = []
         for size in sizes:
-            if size < 0:
-                self.free(moved[~size], 0)
-                continue
             of = names.get(size)
             s = of.pop(0) if of else -1
             category = sts.category[s] if s >= 0 else PARAMETER
             name = sts.name[s] if s >= 0 else "weights"
-            moved.append(self.malloc(size, 0, self.stack(name, name.rpartition(".")[0], category)))
+            self.malloc(size, 0, self.stack(name, name.rpartition(".")[0], category))
 
     def play(self, asked: Requests, telling: _Telling, *, with_once: bool) -> None:
         """One iteration; with what is asked for once, or without."""

@@ -84,12 +84,6 @@ def propose(values: Any, w: Any) -> Any:
 
 
 @inner
-def take_back(w: Any, n_log: int) -> None:
-    for j in range(n_log):
-        w.saved[w.log[j]] = 1 - w.saved[w.log[j]]
-
-
-@inner
 def note_best(w: Any, n_evictions: int) -> None:
     w.figures[0].best_added_ns, w.figures[0].best_evictions = w.figures[0].added_ns, n_evictions
     for s in range(w.saved.shape[0]):
@@ -153,4 +147,5 @@ def anneal(
             if not over and added < figures.best_added_ns:
                 note_best(w, n)
         else:
-            take_back(w, n_log)
+            for j in range(n_log):
+                w.saved[w.log[j]] = 1 - w.saved[w.log[j]]

@@ -26,7 +26,7 @@ from simulator.core.evaluator import Evaluator, State, evaluator_of, without
 from simulator.core.limits import DEFAULTS, Clock, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
-from simulator.planners.segments import Segmentation, segmentations
+from simulator.planners.segments import segmentations
 from traces.records.plan import Plan
 
 # Far from the budget, several values are evicted between two simulations: as many as cover this share of the excess.
@@ -227,16 +227,14 @@ class Search:
 
 def segmented(search: Search) -> State:
     """Save only the borders of segments, as few as meet the budget; the lowest peak of all if none does."""
-    lowest: Segmentation | None = None
-    for found in segmentations(search.evaluator):
+    lowest = search.evaluator.state(), 1 << 62
+    for _, state, peak_bytes in segmentations(search.evaluator):
         search.evaluations += 1
-        search.lowest_peak_bytes = min(search.lowest_peak_bytes, found.peak_bytes)
-        if lowest is None or found.peak_bytes < lowest.peak_bytes:
-            lowest = found
-        if found.peak_bytes <= search.budget_bytes or search.in_vain:
+        lowest = min(lowest, (state, peak_bytes), key=lambda of: of[1])
+        search.lowest_peak_bytes = min(search.lowest_peak_bytes, peak_bytes)
+        if peak_bytes <= search.budget_bytes or search.in_vain:
             break
-    assert lowest is not None
-    return lowest.state
+    return lowest[0]
 
 
 # How often more may be evicted for one value, because the peak has moved; how often all values are looked at.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isqrt
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,16 +190,8 @@ def _block_of(path: str, parents: set[str]) -> str:
     return block
 
 
-class Segmentation(NamedTuple):
-    """One of the row."""
-
-    segment: NDArray[np.int64]  # [op of forward]; of the latest only
-    state: State
-    peak_bytes: int
-
-
-def segmentations(ev: Evaluator) -> Iterator[Segmentation]:
-    """The row, until nothing is left to split: where μ-TWO goes on when evicting single values is not enough.
+def segmentations(ev: Evaluator) -> Iterator[tuple[NDArray[np.int64], State, int]]:
+    """The row, each with its peak, until nothing can be split: where μ-TWO goes on when evicting values is not enough.
 
     The first is one segment, which rebuilds everything at once; each next one splits the segment whose rebuilding makes
     the peak.
@@ -227,7 +219,7 @@ def segmentations(ev: Evaluator) -> Iterator[Segmentation]:
         peak_bytes, _, peak_step, steps = ev.walk(state)
         seq = ev.sequence(steps)[: max(0, peak_step - ev.forward + 1)]
         again, border = seq[seq < 0], -1
-        yield Segmentation(segment, state, peak_bytes)
+        yield segment, state, peak_bytes
         if len(again):
             members = np.flatnonzero(segment == segment[ev.op_id[int(~again[-1])]])
             border = split(members, weight, crossing)

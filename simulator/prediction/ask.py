@@ -195,7 +195,6 @@ def _named_device(device: Device | None, words: Words) -> Callable[[str | None],
     return of
 
 
-UNLIMITED_BYTES: Final = 1 << 62
 Say = Callable[[str], None]  # is told one line about each thing that is done
 
 
@@ -376,7 +375,7 @@ def _planned(a: Answer, say: Say) -> Prediction:
         return plan
 
     def one(step: Problem) -> Plan:
-        return plan_with(q.planner_name, step, UNLIMITED_BYTES if limit is None else limit, limits)
+        return plan_with(q.planner_name, step, MOST_BYTES if limit is None else limit, limits)
 
     plan = make(problem) if limit is None or q.alone else plan_with_levers(problem, limit, q.levers, make)
     step = rewritten_problem(problem, plan.rewrites)

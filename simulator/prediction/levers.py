@@ -23,7 +23,7 @@ from simulator.levers import LEVERS, UNASKED, checked, draft_problem, exactness_
 from simulator.levers.edit import Ladder
 from simulator.planners.outcome import Infeasible, percent
 from traces.errors import SpecError
-from traces.records.plan import APPROXIMATE, ERRORS_COMMAND, FP, Plan, Rewrite
+from traces.records.plan import APPROXIMATE, ERRORS_COMMAND, Plan, Rewrite
 from traces.records.trace import MOST
 from traces.units import show_bytes
 
@@ -188,7 +188,9 @@ def plan_with_levers(
         try:
             made = make(checked(step.problem))
         except Infeasible as error:
-            told = _with(step.rewrites, error)
+            such = " and ".join(dict.fromkeys(r.kind for r in step.rewrites))
+            beside = f" That is with {such} beside recomputation." * bool(such)
+            told = Infeasible(f"{error}{beside}", error.figures)
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
             continue
         planned.add(kinds)
@@ -225,14 +227,6 @@ def _time_ns(plan: Plan | None) -> int:
     return MOST if plan is None else int(plan.predicted["plan"]["step_time_ns"])
 
 
-def _with(rewrites: Rewrites, refusal: Infeasible) -> Infeasible:
-    """The refusal of a step as rewrites change it, which says so."""
-    if not rewrites:
-        return refusal
-    kinds = " and ".join(dict.fromkeys(r.kind for r in rewrites))
-    return Infeasible(f"{refusal} That is with {kinds} beside recomputation.", refusal.figures)
-
-
 def _of(problem: Problem, plan: Plan, rewrites: Rewrites, levers: Levers) -> Plan:
     """A plan of the changed step as one of the step itself."""
     ops, sts = problem.trace.ops, problem.trace.storages
@@ -247,7 +241,7 @@ def _of(problem: Problem, plan: Plan, rewrites: Rewrites, levers: Levers) -> Pla
 
 
 def _helpful(problem: Problem, budget_bytes: int, levers: Levers) -> str:
-    """In words, the rewrites that would help most, if they are not allowed; or why there is nothing in tiles."""
+    """In words, the rewrites that would help most, if they are not allowed."""
     best = changed_steps(problem, budget_bytes, Levers(allow="approximate", kinds=UNASKED))[0]
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
     if lacking := [r for r in best.rewrites if r not in allowed]:
@@ -259,9 +253,4 @@ def _helpful(problem: Problem, budget_bytes: int, levers: Levers) -> str:
         return (
             f"With --allow {word} the lever {kinds} lowers what no plan can go below to {show_bytes(lower)}."
         )
-    if problem.trace.meta.stretches or not levers.allows(FP) or "tile" not in (levers.kinds or UNASKED):
-        return ""
-    return (
-        "The trace names nothing that could run in tiles. Where you expect something: an older trace does not say it, "
-        "so trace again; a loss is found where forward computes it, or with --join-loss in a loss function."
-    )
+    return ""

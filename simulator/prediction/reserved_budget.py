@@ -59,7 +59,12 @@ def plan_within_reserved(
         plan = plan_with(planner, problem, budget_bytes, share)
         found: list[Tried] = []
         for setting in settings:
-            found.append(Tried(plan, _reserved_bytes(problem, plan, setting), setting))
+            fit = device_fit(problem, problem.replay(plan.actions), setting)
+            assert fit.reserved is not None
+            # On the device, where the allocator may have given memory back at first.
+            settled = not fit.out_of_memory and fit.reserved.steady
+            reserved_bytes = fit.reserved.peak_reserved_bytes if settled else fit.wanted_bytes
+            found.append(Tried(plan, reserved_bytes, setting))
             if found[-1].reserved_bytes <= limit_bytes:
                 break
         best = min(found, key=lambda t: t.reserved_bytes)
@@ -84,14 +89,6 @@ def plan_within_reserved(
             "floor": why.figures.get("floor") if isinstance(why, Infeasible) else None,
         },
     )
-
-
-def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:
-    fit = device_fit(problem, problem.replay(plan.actions), setting)
-    assert fit.reserved is not None
-    # On the device, where the allocator may have given memory back at first.
-    settled = not fit.out_of_memory and fit.reserved.steady
-    return fit.reserved.peak_reserved_bytes if settled else fit.wanted_bytes
 
 
 def lower_until_within(

@@ -28,7 +28,6 @@ class SweepRow:
     Where no plan fits, `feasible` is False, `message` says why, and the plan's figures are empty.
     """
 
-    model: str
     batch_size: int
     planner: str
     budget_bytes: int
@@ -134,7 +133,6 @@ def _row(traced: Traced, question: Question, trace: Trace, batch_size: int) -> S
     saved = problem.saved_by_default
     assert answer.budget_bytes is not None
     return SweepRow(
-        model=traced.model,
         batch_size=batch_size,
         planner=question.planner_name,
         budget_bytes=answer.budget_bytes,

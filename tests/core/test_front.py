@@ -60,7 +60,7 @@ def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Tr
 def test_segmentations_are_those_of_the_segments(of: Trace) -> None:
     problem = Problem(of)
     ev = Evaluator(problem)
-    row = [(found.segment.tolist(), found.state, found.peak_bytes) for found in segmentations(ev)]
+    row = [(segment.tolist(), state, peak_bytes) for segment, state, peak_bytes in segmentations(ev)]
     assert row
     for segment, state, peak_bytes in row:
         for s in ev.made_forward:

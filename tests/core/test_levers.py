@@ -231,15 +231,6 @@ def test_a_plan_takes_what_is_allowed_and_no_more() -> None:
     assert (free.rewrites, free.exactness) == ((), EXACT)
 
 
-def test_a_trace_without_stretches_says_what_to_do() -> None:
-    older = replace(head(), meta=replace(head().meta, stretches=()))
-    with pytest.raises(Infeasible, match="so trace again"):
-        planned(older, 500, "fp")
-    with pytest.raises(Infeasible) as refused:
-        planned(older, 500, "bit")
-    assert "trace again" not in str(refused.value)
-
-
 def test_the_bound_is_that_of_the_cheapest_way() -> None:
     problem = Problem(head())
     for budget in (300, 500, 900):

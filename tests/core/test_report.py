@@ -274,7 +274,6 @@ def figures(peak_gib: float, time_ns: int = 5_000_000, **more: object) -> RunFig
 
 def sweep_row(batch: int, *, feasible: bool = True, **more: object) -> SweepRow:
     values: dict[str, object] = {
-        "model": "m",
         "batch_size": batch,
         "planner": "mu-two",
         "budget_bytes": batch * GIB * 3 // 4,

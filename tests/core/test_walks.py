@@ -86,15 +86,6 @@ def test_what_is_idle_goes_where_there_is_no_room(
     assert budget_bytes < 54 or annealer.evaluator.cost(found)[0] <= budget_bytes
 
 
-def test_a_weight_turns_the_choice() -> None:
-    """In 45 bytes b goes while f runs, being cheap, unless a is weighted: then b may stay, and a is the only drop."""
-    of = ladder()
-    annealer, state = nothing_kept(of, 45)
-    a = of.storages.name.index("a")
-    annealer.retaining.storages["weight"][a] = 256.0
-    assert decided(annealer, state).evictions == {4: (a,)}
-
-
 @settings(max_examples=80, deadline=None)
 @given(of=traces(), percent=st.integers(20, 100), keep=st.integers(0, 2**16))
 def test_it_drops_only_what_is_rebuilt_and_read_again(of: Trace, percent: int, keep: int) -> None:

@@ -28,7 +28,6 @@ class GradientErrors(JsonRecord):
     form: ClassVar = Form(
         name="gradient-errors",
         version=1,
-        version_key="gradient_errors_version",
         advice=f"make it with `{ERRORS_COMMAND}`",
         error=PlanError,
     )
