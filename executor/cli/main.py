@@ -136,15 +136,11 @@ def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output
     check_trusted(plan, given.meta.model, model, trust)
     with stdout_free(out.as_json):
         made = exports(given, model)
-    fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[made["within_budget"]]
-    lines = [
-        f"the plan {show_bytes(made['plan_peak_bytes'])}; untouched {show_bytes(made['untouched_peak_bytes'])}",
-        f"  policy: {show_bytes(made['policy_peak_bytes'])}{fits}",
-    ]
-    for n, blocks in made["every_n_layers"].items():
-        lines.append(
-            f"  not measured: gradient_checkpointing_enable(every_n_layers={n}): {', '.join(blocks)}"
-        )
+    peak = made["policy_peak_bytes"]
+    over = given.budget_bytes is not None and peak > given.budget_bytes
+    lines = [f"policy: {show_bytes(peak)}{' (OVER the budget)' if over else ''}"]
+    every = [(n, ", ".join(blocks)) for n, blocks in made["every_n_layers"].items()]
+    lines += [f"  not measured: gradient_checkpointing_enable(every_n_layers={n}): {of}" for n, of in every]
     if output is not None:
         write_text(output, made["policy"])
         lines.append(f"Next: from {output.stem} import apply; apply(model)")

@@ -1,7 +1,6 @@
 """GELU and SiLU that save their output, which the next layer saves anyway, in place of their input.
 
-After Inverted Activations (Novikov and Oseledets, arXiv:2407.15545). Forward is torch's own; gradients are rounded
-otherwise than torch's (see `executor.inverted.fits` for by how much).
+After Inverted Activations (Novikov and Oseledets, arXiv:2407.15545). `Fit` says how gradients are rounded.
 """
 
 from executor.inverted.modules import GELU, SiLU, convert

@@ -1,7 +1,7 @@
 """The ops `lowtide::side` and `lowtide::backward_from_output`, on any device and for fake tensors.
 
 One bit an element, eight to a byte, in planes: bit k of byte j belongs to element k * m + j of the tensor's memory, m
-the number of bytes, so that neighbours are read together; where `fits.two_bits` says so, as many bytes more. Autocast
+the number of bytes, so that neighbours are read together; where `two_bits` says so, as many bytes more. Autocast
 changes nothing: like torch's own activations, the ops run in the type of what they are given.
 """
 
@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from executor.inverted.fits import two_bits
-from executor.inverted.formulas import DIGITS, derivative, gradient, pack
+from executor.inverted.formulas import DIGITS, derivative, gradient, pack, two_bits
 
-# Smaller tensors are not worth a compiler's seconds.
-COMPILED_FROM = 1 << 16
-# The first of two forms is taken: to time them would allocate.
-OPTIONS = {"triton.autotune_pointwise": False}
+COMPILED_FROM = 1 << 16  # smaller tensors are not worth a compiler's seconds
+OPTIONS = {"triton.autotune_pointwise": False}  # the first of two forms is taken: to time them would allocate
 
 
 @torch.library.custom_op("lowtide::side", mutates_args=())
 def side(x: torch.Tensor, kind: str) -> torch.Tensor:
     """One bit where x lies left of the minimum of `kind`: uint8, ceil(elements / 8) or twice as many, as x's memory
     lies."""
-    return _fast(pack, kind)(_planes(_dense(x)), kind)
+    return _fast(pack, kind, _planes(_dense(x)))
 
 
 @side.register_fake
@@ -46,9 +42,9 @@ def backward_from_output(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor
     """
     y = _dense(y)
     if grad.stride() == y.stride():
-        return _laid(_fast(gradient, kind)(_planes(grad), _planes(y), side, kind), y)
+        return _laid(_fast(gradient, kind, _planes(grad), _planes(y), side), y)
     # A gradient that lies otherwise is not copied.
-    return _laid(_fast(derivative, kind)(_planes(y), side, kind), y).mul_(grad)
+    return _laid(_fast(derivative, kind, _planes(y), side), y).mul_(grad)
 
 
 @backward_from_output.register_fake
@@ -72,31 +68,26 @@ def _planes(x: torch.Tensor) -> torch.Tensor:
     return (functional.pad(flat, (0, -n % 8)) if n % 8 else flat).view(8, (n + 7) // 8)
 
 
-@cache
-def _fast(body: Callable[..., torch.Tensor], kind: str) -> Callable[..., torch.Tensor]:
-    """`body`, compiled at its first call with a large tensor; as it is, after one warning, where no compiler works."""
-    compiled: Callable[..., torch.Tensor] | None = None
-    works = True
+# What runs for a large tensor: compiled at the first call, or as it is, after one warning, where no compiler works.
+_forms: dict[tuple[Callable[..., torch.Tensor], str], Callable[..., torch.Tensor]] = {}
 
-    def run(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        nonlocal compiled, works
-        if not works or x.numel() < COMPILED_FROM:
-            return body(x, *rest)
-        if compiled is None:
-            # torch.compile counts versions by code object, and stops at eight: one for each kind, so that there are two
-            # for each type, one of the first size and one of all others.
-            code = body.__code__.replace(co_name=f"{body.__name__}_{kind}")
-            compiled = torch.compile(FunctionType(code, body.__globals__), options=OPTIONS)
-        try:
-            return compiled(x, *rest)
-        except (RuntimeError, OSError) as error:  # what torch raises where there is no compiler
-            works = False
-            warnings.warn(
-                f"torch.compile fails here ({str(error).splitlines()[0]}): activations from their output run op by op, "
-                "ten times slower.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return body(x, *rest)
 
-    return run
+def _fast(body: Callable[..., torch.Tensor], kind: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if x.numel() < COMPILED_FROM:
+        return body(x, *rest, kind)
+    if (body, kind) not in _forms:
+        # torch.compile counts versions by code object, and stops at eight: one for each kind, so that there are two for
+        # each type, one of the first size and one of all others.
+        code = body.__code__.replace(co_name=f"{body.__name__}_{kind}")
+        _forms[body, kind] = torch.compile(FunctionType(code, body.__globals__), options=OPTIONS)
+    try:
+        return _forms[body, kind](x, *rest, kind)
+    except (RuntimeError, OSError) as error:  # what torch raises where there is no compiler
+        _forms[body, kind] = body
+        warnings.warn(
+            f"torch.compile fails here ({str(error).splitlines()[0]}): activations from their output run op by op, "
+            "ten times slower.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return body(x, *rest, kind)

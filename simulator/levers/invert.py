@@ -7,8 +7,8 @@ is the same in every bit: backward only asks on which side of a border the input
 itself and the border to the border. So torch's own op takes the output; that is `from_output`.
 
 Counts: the bits; their pass over the input, at the rate that the trace's ops without matrix products have together;
-on a CPU, where backward computes more than it reads, the factor that `tests/bench/inverted.py` shows. Ignores: what the
-ops allocate where no compiler makes loops of them.
+on a CPU, where backward computes more than it reads, `CPU_FACTOR`. Ignores: what the ops allocate where no compiler
+makes loops of them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from simulator.core.problem import Problem
+from simulator.levers import pack
 from simulator.levers.edit import Argument, Editing, Ladder, Op, Taken, Value, by_shares, new_op, users_of
-from simulator.levers.pack import (
-    ACTIVATIONS,
-    activation,
-    activation_of,
-    at_rate,
-    backward_of,
-    needed,
-    pass_rate,
-)
+from simulator.levers.pack import activation_of, at_rate, backward_of, needed, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import ACTIVATION, FORWARD, Trace
@@ -67,18 +60,12 @@ class Pair:
     forward: int
     backward: int
     kind: str  # by the name that `executor.inverted` has for it
-    # The op that copies the input for backward, as torch does where the activation works in place.
-    copy: int = -1
-
-    @property
-    def two_bits(self) -> bool:
-        return self.kind in TWO_BITS
+    copy: int  # the op that copies the input for backward, where the activation works in place; -1: none
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
-    """Put the op of the bits before the activation, and let the backward op take the output and the bits; where a
-    rewrite before has taken one of them out, or its input away, all is left as it is. Raises PlanError if the storage
-    is not the input of an activation that can be inverted.
+    """Put the op of the bits before the activation, and let the backward op take the output and the bits, unless a
+    rewrite before has taken one of them out. Raises PlanError if the storage is not the input of such an activation.
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
@@ -125,9 +112,10 @@ def _side(editing: Editing, pair: Pair) -> Op:
     """The op of the bits, before the activation."""
     forward = editing.op[pair.forward]
     x = forward.reads[0]
-    nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and pair.two_bits))
-    name = f"{forward.name}_side"
-    bits = Value(name=name, nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION)
+    nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and pair.kind in TWO_BITS))
+    bits = Value(
+        name=f"{forward.name}_side", nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION
+    )
     moved = x.nbytes + bits.nbytes
     side = new_op(
         forward,
@@ -148,22 +136,21 @@ def _side(editing: Editing, pair: Pair) -> Op:
 
 
 def pair_of(trace: Trace, s: int, users: Sequence[int], kind: str = "invert") -> Pair | str:
-    """The activation whose input a storage is, or whose input is copied there, and its op of backward; or why the
-    storage of these users is needed."""
+    """The activation whose input, or its copy, a storage is, and its op of backward; or why the storage is needed."""
     ops, sts = trace.ops, trace.storages
     if why := needed(trace, s, users):
         return why
     size = math.prod(sts.shape[s])
     if sts.dtype[s] not in DIGITS or size < LEAST or size % 8:
         return f"it has {size:,} numbers of {sts.dtype[s]}"
-    pairs = TELLING if kind == FROM_OUTPUT else ACTIVATIONS
+    pairs = TELLING if kind == FROM_OUTPUT else pack.ACTIVATIONS
     if isinstance(found := activation_of(trace, users, s, pairs, copied=True), str):
         return found
     f, b = found
     if kind == FROM_OUTPUT and not _tells(ops.target[f], json.loads(ops.arguments[f])[1:]):
         return "its output does not tell on which side of a border it lies"
     copy = sts.producer[s] if ops.inputs[f] != ops.inputs[b][1:] else -1
-    pair = Pair(forward=f, backward=b, kind=activation(trace, f), copy=copy)
+    pair = Pair(forward=f, backward=b, kind=pack.activation(trace, f), copy=copy)
     y = ops.writes[pair.forward][0]
     if sts.nbytes[y] != sts.nbytes[s] or sts.dtype[y] != sts.dtype[s] or sts.hold[y] >= 0:
         return "the output is laid out otherwise, or held outside the captured graph"

