@@ -118,12 +118,8 @@ def from_json(kind: type[Record], data: Any) -> Record:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON, or nested more deeply than can be read.
-    """
+    """Return what a JSON file holds. Raises OSError: it cannot be read; ValueError: it is no JSON, or nested too
+    deeply."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError:

@@ -214,14 +214,8 @@ def device_fit(
     peak_bytes: int | None = None,
     requests: Requests | None = None,
 ) -> DeviceFit:
-    """Return what a schedule needs under a setting, and whether that fits the setting's device.
-
-    Args:
-        problem, replay: the step, and the schedule with its timeline.
-        setting: as `setting_of` makes it.
-        peak_bytes: of allocated memory, where it is known to be another than the replay's.
-        requests: of the allocator, where they are known to be others than the schedule's.
-    """
+    """Return what a schedule needs under a setting, and whether that fits its device; `peak_bytes` and `requests`:
+    where they are known to be others than the replay's."""
     peak = replay.timeline.peak_allocated_bytes if peak_bytes is None else peak_bytes
     settings, device, schedule = setting.settings, setting.device, replay.schedule
     if settings is None:

@@ -108,16 +108,8 @@ def reserved_over(
     settings: AllocatorSettings | None = None,
     device_memory_bytes: int | None = None,
 ) -> tuple[AllocatorFigures, ...]:
-    """Return what iterations that differ come to, one after the other in one allocator, with the peaks of each.
-
-    Args:
-        iterations: what each asks, of which the first makes the optimizer's state.
-        residents: what is there before all of them, as in Requests.
-        settings, device_memory_bytes: as for `reserved_peak`, which see.
-
-    Raises:
-        OutOfMemory: the device has less than this takes.
-    """
+    """Return what iterations that differ come to, one after the other in one allocator, with the peaks of each; the
+    first makes the optimizer's state. Raises OutOfMemory: the device has less than this takes."""
     allocator = Allocator(settings, device_memory_bytes)
     return tuple(map(_highest, _played(iterations, residents, allocator)))
 

@@ -147,14 +147,9 @@ def components(
     problem: Problem, wanted: Sequence[bool], link: Sequence[bool], known: Known
 ) -> Iterator[tuple[Corner, ...]]:
     """The corners of each component with a wanted storage, at an instant: ops that links connect, storages that are
-    wanted only if one of the ops that read them runs again.
-
-    Args:
-        problem: the trace.
-        wanted: [storage]: made before the instant, not there whatever the plan, and read after it.
-        link: [storage]: made before the instant in forward, and neither wanted nor there whatever the plan.
-        known: networks that are solved; more come in.
-    """
+    wanted only if one of the ops that read them runs again. `wanted`: made before the instant, not there whatever the
+    plan, and read after it; `link`: made before it in forward, neither wanted nor there; `known`: networks that are
+    solved."""
     ops, sts = problem.trace.ops, problem.trace.storages
     reads, producer, nbytes = ops.reads, sts.producer, sts.nbytes
     root = {p: p for p, is_wanted in zip(producer, wanted, strict=True) if is_wanted}

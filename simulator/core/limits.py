@@ -30,16 +30,8 @@ _NUMBER: Final = re.compile(r"([+-]?(?:\d{1,400}(?:\.\d{,400})?|\.\d{1,400}))\s*
 
 
 def parse_budget(text: str, saved_peak_bytes: int, what: str = BUDGET) -> int:
-    """The budget in bytes, rounded down, at most `MOST_BYTES`.
-
-    Args:
-        text: bytes, a size with a unit, or a percentage, which may exceed 100.
-        saved_peak_bytes: what 100 % stands for.
-        what: an error is about; a share is offered of a budget alone.
-
-    Raises:
-        SpecError: the text is no budget, or it is less than one byte.
-    """
+    """The budget in bytes, rounded down, at most `MOST_BYTES`: of bytes, a size with a unit, or a percentage of
+    `saved_peak_bytes`, which may exceed 100 and is offered of a budget alone. Raises SpecError: the text is none."""
     meaning = f"{SIZES}, or a share of the step's own peak (60%)" if what == BUDGET else SIZES
     match = _NUMBER.fullmatch(text.strip())
     if match is None:

@@ -34,11 +34,8 @@ Frames = list[dict[str, Any]]
 
 
 def write_export(path: Path, c: Prediction) -> None:
-    """Write the planned step (the one with everything saved, if there is no plan), by the ending of the name.
-
-    Raises:
-        SpecError: an ending that means nothing.
-    """
+    """Write the planned step (the one with everything saved, if there is no plan), by the ending of the name. Raises
+    SpecError: an ending that means nothing."""
     check_export(path)
     if path.suffix == PERFETTO:
         write_text(path, json.dumps(perfetto_of(c.step.trace, c.planned), separators=(",", ":")))

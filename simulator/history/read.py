@@ -39,15 +39,8 @@ class Source:
 
 
 def read(name: str, question: Question, trace: str | None = None) -> Source:
-    """Read what the name stands for.
-
-    Args:
-        name: a file, a directory, or a trace in the gallery.
-        question: under which settings and on which device a trace is looked at.
-        trace: of a plan.
-
-    Raises:
-        LowtideError: there is no such thing, it is damaged, or it is of no kind that is read here.
+    """Read what the name stands for: a file, a directory, or a trace in the gallery, under the question's settings and
+    on its device; `trace`: of a plan. Raises LowtideError: it is not there, damaged, or of no kind that is read here.
     """
     path = Path(name)
     if not path.is_file():

@@ -96,12 +96,8 @@ def in_order(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
 
 
 def rewritten_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
-    """The problem of the step so changed; made once. Its trace has no fingerprints.
-
-    Raises:
-        PlanError: a rewrite means nothing in this trace.
-        TraceError: the trace so changed contradicts itself.
-    """
+    """The problem of the step so changed, without fingerprints; made once. Raises PlanError: a rewrite means nothing in
+    this trace; TraceError: the trace so changed contradicts itself."""
     return checked(draft_problem(problem, rewrites))
 
 

@@ -49,11 +49,7 @@ def offer(problem: Problem, kind: str = "offload") -> Iterator[Rewrite]:
 
 def ladders(problem: Problem, rewrites: Sequence[Rewrite], levers: Levers) -> Iterator[Ladder]:
     """Return sets worth a plan, of what is offered and host memory has room for, each placed for itself: half of those
-    that hide, all of them, and rising numbers of the rest.
-
-    Raises:
-        SpecError: nobody says how fast copies are.
-    """
+    that hide, all of them, and rising numbers of the rest. Raises SpecError: nobody says how fast copies are."""
     trace, left = problem.trace, levers.host_bytes
     rate = levers.host_bytes_per_s or rewrites[0].bytes_per_s
     if not rate:
@@ -74,12 +70,8 @@ def ladders(problem: Problem, rewrites: Sequence[Rewrite], levers: Levers) -> It
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
-    """Put the four ops into the step; a value that backward no longer reads, because of a rewrite before, is left as it
-    is.
-
-    Raises:
-        PlanError: the value is not one that can be copied away, or the ops between which it waits are not there.
-    """
+    """Put the four ops into the step; a value that backward no longer reads, because of a rewrite before, stays. Raises
+    PlanError: it cannot be copied away, or the ops between which it waits are not there."""
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
     if why := needed(trace, s, editing.once(users_of)[1][s]) if known else "there is none":
@@ -119,11 +111,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
 
 def place(trace: Trace, name: str, phase: str, there: Callable[[int], bool] = lambda _: True) -> int:
     """The op of the captured graph before which a rewrite puts one: that of this name, or the next that is there still;
-    -1: behind the last of the phase.
-
-    Raises:
-        PlanError: the step never had such an op.
-    """
+    -1: behind the last of the phase. Raises PlanError: the step never had such an op."""
     ops = trace.ops
     begin = 0 if phase == FORWARD else trace.meta.first_backward_graph_op
     try:

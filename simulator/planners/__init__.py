@@ -46,11 +46,7 @@ SAVE_ALL: Final = "save-all"
 
 
 def find(name: str) -> Planner:
-    """The planner of that name.
-
-    Raises:
-        SpecError: there is none.
-    """
+    """The planner of that name. Raises SpecError: there is none."""
     if name not in REGISTRY and name != MU_TWO_SWAP:
         raise SpecError(f"{name!r} is no planner; there are {', '.join((*REGISTRY, MU_TWO_SWAP))}.")
     place = REGISTRY[name][0] if name in REGISTRY else "mu_two_paper:plan_with_swaps"
@@ -59,10 +55,5 @@ def find(name: str) -> Planner:
 
 
 def plan_with(name: str, problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """The plan that the named planner makes.
-
-    Raises:
-        SpecError: there is no such planner.
-        BudgetError: it finds no plan within the budget.
-    """
+    """The plan that the named planner makes. Raises SpecError: there is none; BudgetError: no plan is within it."""
     return find(name)(problem, budget_bytes, limits)

@@ -148,11 +148,8 @@ class Search:
     def idle_among(
         self, storages: NDArray[np.int64], state: State, peak_step: int, steps: int
     ) -> NDArray[np.int64]:
-        """Return those of these storages that are saved, there at the instant of the peak, not in use, and needed only
-        later.
-
-        Of the walk before, of so many steps.
-        """
+        """Return those of these storages that are saved, there at the instant of the peak of the walk before, not in
+        use, and needed only later."""
         ev, saved = self.evaluator, storages[state.saved[storages] != 0]
         if peak_step < ev.forward:
             return cast("NDArray[np.int64]", saved[self.last_forward[saved] < peak_step])
@@ -244,11 +241,7 @@ MOST_EXCHANGES: Final = 1000  # so that it ends on any trace
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """The cheapest plan found within the budget.
-
-    Raises:
-        BudgetError: none was found.
-    """
+    """The cheapest plan found within the budget. Raises BudgetError: none was found."""
     search = Search(problem, budget_bytes, limits.clock())
     best = cheapest(search)
     if best is None:

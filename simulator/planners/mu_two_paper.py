@@ -47,11 +47,7 @@ PRINTED, SWAPPING = "mu-two-paper", "mu-two-swap"
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """The plan of Algorithm B.
-
-    Raises:
-        BudgetError: the pool ran empty, or the exact replay finds the plan over the budget.
-    """
+    """The plan of Algorithm B. Raises BudgetError: the pool ran empty, or the exact replay finds it over the budget."""
     greedy = Greedy(problem)
     claimed_bytes = greedy.run(budget_bytes)
     try:
@@ -63,12 +59,8 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
 
 
 def plan_with_swaps(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """The plan of Algorithm B with Algorithm C: the cheaper of a swap and a recomputation is chosen each time.
-
-    Raises:
-        BudgetError: the pool ran empty, or the exact replay finds the plan over the budget.
-        SpecError: the device table does not say how fast copies are.
-    """
+    """The plan of Algorithm B with Algorithm C: the cheaper of a swap and a recomputation is chosen each time. Raises
+    BudgetError as `plan` does; SpecError: the device table does not say how fast copies are."""
     greedy = Swapping(problem, budget_bytes)
     greedy.run(budget_bytes)
     ops = problem.trace.ops

@@ -27,12 +27,8 @@ class Infeasible(BudgetError):
 
 
 def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[Action]) -> Plan:
-    """The plan for these actions, judged by the exact replay, with the actions that change nothing left out.
-
-    Raises:
-        BudgetError: its peak is over the budget.
-        PlanError: an action is impossible.
-    """
+    """The plan for these actions, judged by the exact replay, with the actions that change nothing left out. Raises
+    BudgetError: its peak is over the budget; PlanError: an action is impossible."""
     trace = problem.trace
     chosen = label_actions(trace, actions)
     again = {s for op in problem.replay(chosen).schedule.recomputed_ops for s in trace.ops.reads[op]}

@@ -45,11 +45,7 @@ ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """The cheapest plan found within the budget.
-
-    Raises:
-        BudgetError: none was found.
-    """
+    """The cheapest plan found within the budget. Raises BudgetError: none was found."""
     limits = limits.together()
     greedy = Search(problem, budget_bytes, limits.clock())
     best, bound = cheapest(greedy), bounder_of(problem).bound(budget_bytes)
@@ -77,13 +73,8 @@ def anneal(
     good_enough_ns: int,
     ns_per_byte: float = 0.0,
 ) -> Found | None:
-    """The best plan that walks find, tidied; None: none is within the budget.
-
-    Args:
-        best: what is known.
-        least_ns: what the step takes at least, by the bound.
-        good_enough_ns: where to end.
-        ns_per_byte: what the last byte of the budget is worth at least.
+    """The best plan that walks find, from the best known, tidied; None: none is within the budget. By the bound the
+    step takes `least_ns` at least, and the last byte of the budget is worth `ns_per_byte`; it ends at `good_enough_ns`.
     """
     ev, step_ns = greedy.evaluator, greedy.trace.time_ns
     annealer, n_op = Annealer(ev, greedy.budget_bytes, limits.seed), len(ev.op_id)

@@ -59,12 +59,8 @@ class Cutting:
         self.read, self.reader = np.array(pairs, np.int64).reshape(-1, 2).T
 
     def state(self, segment: NDArray[np.int64]) -> State:
-        """The state in which what crosses is saved, and what ops make that no segment holds. Backward's readers do not
-        count as crossing.
-
-        Args:
-            segment: [op of forward], or OUTSIDE.
-        """
+        """The state in which what crosses is saved, and what ops make that no segment holds, by the segment of each op
+        of forward. Backward's readers do not count as crossing."""
         state, decided = self.ev.state(), self.decided
         saved = np.zeros(len(self.producer), np.bool_)
         saved[decided] = segment[self.producer[decided]] == OUTSIDE

@@ -101,11 +101,8 @@ class Question:
         return setting_of(meta, self.alloc_conf, self.device(kind_of(meta)))
 
     def limit(self, saved: Prediction) -> tuple[int | None, str]:
-        """The budget in bytes (None: there is none), and what it limits, for the step with everything saved.
-
-        Raises:
-            SpecError: no device is named whose memory the budget is, or a CPU's trace reserves no memory.
-        """
+        """The budget in bytes (None: there is none), and what it limits, for the step with everything saved. Raises
+        SpecError: no device is named whose memory the budget is, or a CPU's trace reserves no memory."""
         device, on_gpu = saved.setting.device, saved.setting.settings is not None
         by_device = RESERVED if on_gpu and device is not None else ALLOCATED
         if self.budget == DEVICE:
@@ -327,18 +324,8 @@ def ask(
     say: Say = silent,
     refusals: tuple[type[LowtideError], ...] = (BudgetError,),
 ) -> Answer:
-    """Answer a question about a trace.
-
-    Args:
-        problem: the trace.
-        name: of the trace, for the answer.
-        say: told one line about each thing that is done.
-        refusals: which errors of a planner are an answer.
-
-    Raises:
-        SpecError: the question means nothing for this trace.
-        LowtideError: whatever else the planner raises.
-    """
+    """Answer a question about a trace of that name; `refusals`: which errors of a planner are an answer. Raises
+    SpecError: the question means nothing for this trace; LowtideError: whatever else the planner raises."""
     asked = predict(problem, question.setting(problem.trace.meta))
     limit, of = question.limit(asked)
     answer = Answer(question=question, trace_name=name, asked=asked, budget_bytes=limit, budget_of=of)
@@ -400,14 +387,8 @@ Budget = str | int  # bytes, a size, a share of the step's own peak, or "device"
 
 
 def problem_of(trace: Source) -> Problem:
-    """One trace, which every function here takes in place of the trace, so that work is shared.
-
-    Args:
-        trace: a Trace, a directory, a name in the gallery, or a Problem.
-
-    Raises:
-        TraceError: there is no such trace, or it is malformed.
-    """
+    """One trace, which every function here takes in place of the trace, so that work is shared. Raises TraceError:
+    there is no such trace, or it is malformed."""
     if isinstance(trace, Problem):
         return trace
     if not isinstance(trace, Trace):

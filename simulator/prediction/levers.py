@@ -168,12 +168,8 @@ def plan_with_levers(
     problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]
 ) -> Plan:
     """The cheapest plan that `make` makes, within the budget, of the step as it is or as the levers change it; of steps
-    that the same kinds change, of the first that has one.
-
-    Raises:
-        BudgetError: there is none. The refusal is that of the step with the lowest peak, and names a lever that is not
-            allowed and would help.
-    """
+    that the same kinds change, of the first that has one. Raises BudgetError: there is none; that of the step with the
+    lowest peak, which names a lever that is not allowed and would help."""
     close_ns, planned = max(1, problem.trace.time_ns // CLOSE), set[frozenset[str]]()
     best: Plan | None = None
     refusal: Infeasible | None = None

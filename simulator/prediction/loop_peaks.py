@@ -46,14 +46,8 @@ class LoopPeaks:
 
 
 def peaks_table(c: Prediction, saved: Prediction, **more: str) -> Table:
-    """The untouched loop's peaks, and beside them those of the planned step, if something was planned.
-
-    The peaks of the phases are allocated bytes, on a GPU in blocks.
-
-    Args:
-        c: the planned step, under the settings that the plan carries.
-        saved: the step under the settings that it was asked about.
-    """
+    """The untouched loop's peaks under the settings that were asked about, and beside them those of the planned step
+    under the plan's, if something was planned. The peaks of the phases are allocated bytes, on a GPU in blocks."""
     loops = [("untouched", untouched_peaks(saved))]
     if c.plan.changes or c.budget_bytes is not None:
         loops.append(("planned", planned_peaks(c)))

@@ -41,17 +41,8 @@ def plan_within_reserved(
     limit_bytes: int,
     say: Callable[[str], None],
 ) -> tuple[Plan, Setting]:
-    """The cheapest plan found whose reserved memory is within the limit, and its setting; of equally dear ones the
-    leanest.
-
-    Args:
-        limits: for all plans that are made on the way together.
-        settings: those that may be taken, the most welcome first.
-        limit_bytes: of reserved memory.
-
-    Raises:
-        BudgetError: no plan was found within the limit.
-    """
+    """The cheapest plan found whose reserved memory is within the limit, and its setting (the most welcome comes
+    first); of equally dear plans the leanest. Raises BudgetError: none was found."""
     limits = limits.together()
     share = replace(limits, seconds=limits.seconds / SHARES)
 
@@ -98,14 +89,8 @@ def lower_until_within(
 
     A plan within an allocated budget needs that much and its fragmentation more, which differs from plan to plan. So
     the budget starts at the limit and falls by what is too much; once a plan is within it or there is none, it is
-    halved between that and the one before, as long as there is time.
-
-    Args:
-        make: the plan for a budget of allocated memory; raises BudgetError if there is none.
-        limit_bytes: of reserved memory.
-
-    Raises:
-        BudgetError: there is no plan for a budget of the limit itself.
+    halved between that and the one before, as long as there is time. Raises BudgetError: there is no plan for a budget
+    of the limit itself.
     """
     tried: list[Tried] = []
     budget, high, low, why = limit_bytes, limit_bytes + 1, 0, None

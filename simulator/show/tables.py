@@ -156,12 +156,8 @@ def figures_table(
     *more: tuple[str, str, Callable[[Any], Any]],
     title: str = "",
 ) -> Table:
-    """A row for each way to run the step: its name, and its RunFigures. What nobody knows is left out.
-
-    Args:
-        more: further columns.
-        title: of the names.
-    """
+    """A row for each way to run the step: its name, and its RunFigures; `more`: further columns. What nobody knows is
+    left out."""
     return table(
         runs,
         (

@@ -129,16 +129,8 @@ class OverShapes:
 def over_shapes(
     c: Prediction, shapes: Shapes, traces: Sequence[tuple[Sizes, Trace]], seed: int = 0
 ) -> OverShapes:
-    """Return what a plan comes to at each of some shapes, and what steps of random ones among them reserve.
-
-    Args:
-        c: the plan at the largest shape.
-        shapes: what was asked.
-        traces: the step at the shapes that are looked at, the largest among them.
-        seed: of the random steps.
-
-    Raises:
-        TraceError: the largest shape's trace is not that of the plan's step.
+    """Return what a plan for the largest shape comes to at each of some shapes, and what steps of random ones reserve.
+    Raises TraceError: the largest shape's trace is not that of the plan's step.
 
     Counts: of each shape what `simulator.core.problem` counts; of random steps what `simulator.allocator.reserved`
     counts, the batch as large as at the largest shape. Ignores: shapes that are not looked at; what the executor keeps
@@ -216,12 +208,8 @@ def check_shapes(meta: TraceMeta, name: str, shapes: Shapes) -> None:
 
 def traces_of(trace: Trace, name: str, shapes: Shapes, say: Say) -> list[tuple[Sizes, Trace]]:
     """The step of a trace at the shapes that are looked at: those in the directory NAME-shapes, where `trace --shapes`
-    puts them, or if one is missing or is of another step, recorded by it now.
-
-    Raises:
-        SpecError: a user's own file would have to run for that.
-        LowtideError: `trace` failed; with what it wrote.
-    """
+    puts them, or if one is missing or is of another step, recorded by it now. Raises SpecError: a user's own file would
+    have to run for that; LowtideError: `trace` failed; with what it wrote."""
     meta, place = trace.meta, Path(f"{name}-shapes")
     sizes = shapes.looked_at()
     if (found := _found(trace, place, sizes)) is not None:

@@ -105,11 +105,8 @@ class Sweep(JsonRecord):
 
 
 def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: Say) -> Sweep:
-    """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`.
-
-    Raises:
-        LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
-    """
+    """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`. Raises
+    LowtideError: one could not be traced; where no plan fits there is a row."""
     rows, options, target = [], {}, ""
     for batch_size, trace in zip(batch_sizes, traced.each(batch_sizes, say), strict=True):
         say(f"batch {batch_size}: planning with {question.planner_name}")

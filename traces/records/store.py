@@ -241,15 +241,8 @@ OPS_COLUMNS, STORAGES_COLUMNS, UNTOUCHED_COLUMNS = (
 
 
 def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
-    """Write a trace to a new directory, whole or not at all.
-
-    Args:
-        trace: what to save.
-        directory: where; its parents are made.
-        force: replace a trace that already stands there. Anything but a trace is never replaced.
-
-    Raises:
-        TraceError: the directory exists and `force` is off, or it holds something else than a trace.
+    """Write a trace to a new directory, whole or not at all; its parents are made. `force`: replace a trace that
+    already stands there. Raises TraceError: the directory exists without `force`, or holds something else than a trace.
     """
     directory = Path(directory)
     check_place(directory, force=force)
@@ -270,12 +263,8 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
 
 
 def check_place(directory: str | Path, *, force: bool = False) -> None:
-    """Find out whether a trace may be saved there, before the work of recording it. Nothing is made.
-
-    Raises:
-        TraceError: the directory exists and `force` is off, or it holds something else than a trace.
-        OSError: it cannot be made.
-    """
+    """Find out whether a trace may be saved there, before the work of recording it; nothing is made. Raises TraceError
+    as `save` does, and OSError: it cannot be made."""
     directory = Path(directory)
     check_writable(directory)
     there: set[str] = set()
@@ -349,17 +338,10 @@ def load(directory: str | Path) -> Trace:
 
 
 def check_fingerprints(trace: Trace, name: str | Path, *, graph: bool = False) -> None:
-    """Compare the header's digests with the tables: tables that were changed without them are no longer that step.
+    """Compare the header's digests with the tables (with `graph` also the two of the captured model alone): tables that
+    were changed without them are no longer that step. Raises TraceError: a digest is not theirs.
 
     `load` leaves this out, because it takes more than half as long as loading does.
-
-    Args:
-        trace: as loaded.
-        name: what to call it.
-        graph: also the two digests of the captured model alone.
-
-    Raises:
-        TraceError: a digest is not that of the tables.
     """
     told: dict[str, tuple[str, dict[str, bool]]] = {"fingerprint": (trace.meta.fingerprint, {})}
     if graph:

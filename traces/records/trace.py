@@ -380,12 +380,7 @@ def aliases_of(ops: Ops, storages: int) -> tuple[tuple[int, ...], ...]:
 
 
 def eager_runs(flags: Sequence[int], graph: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The ops outside the captured graph that stand among some of the graph's, in runs (first op, how many).
-
-    Args:
-        flags: of all ops.
-        graph: those of the graph, in order.
-    """
+    """The ops outside the captured graph that stand among these of the graph, as runs (first op, how many)."""
     others = [i for i in range(graph[0], graph[-1]) if flags[i] & EAGER] if graph else []
     starts = [k for k, i in enumerate(others) if not k or others[k - 1] != i - 1]
     return tuple((others[a], b - a) for a, b in pairwise([*starts, len(others)]))
@@ -464,17 +459,8 @@ def _outputs(
 def replayed(
     nbytes: Mapping[int, int] | Sequence[int], events: Sequence[int], wanted: Sequence[int], asks: list[int]
 ) -> dict[int, int]:
-    """Allocate and free as an op's events say, or else its outputs in order.
-
-    Args:
-        nbytes: of storages, by id.
-        events: as `Ops.events`; none: nothing is known but the outputs.
-        wanted: the storages that the op makes.
-        asks: to which requests are added: bytes of a new block, or ~k: the k-th new block is given back.
-
-    Returns:
-        Which new block holds each storage.
-    """
+    """Allocate and free as an op's events say, or else its outputs in order; returns which new block holds each
+    storage. To `asks` are added the bytes of a new block, or ~k: the k-th new block is given back."""
     if not events:
         return _outputs(nbytes, wanted, asks)
     own, stay = _matched(events)
