@@ -5,7 +5,6 @@ How much of the rates a real kernel reaches is the business of `tracer.costs.roo
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from dataclasses import dataclass, fields
@@ -94,7 +93,7 @@ def devices() -> tuple[Device, ...]:
 
 def device(name: str) -> Device:
     """The device of that name, whatever its case and punctuation: "h200", "RTX 4090", "a100_40gb". Raises SpecError if
-    there is none, or the name fits several (a100); names the close ones.
+    there is none, or the name fits several (a100).
     """
     known = {_key(d.name): d for d in devices()}
     key = _key(name)
@@ -107,9 +106,7 @@ def device(name: str) -> Device:
     starting = [d.name for k, d in known.items() if len(key) > 1 and k.startswith(key)]
     if len(starting) > 1:
         raise SpecError(f"device {name!r} may be {' or '.join(starting)}; say which.")
-    close = [known[k].name for k in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise SpecError(f"device {name!r} is unknown; {hint}Known are {names}.")
+    raise SpecError(f"device {name!r} is unknown; known are {names}.")
 
 
 def board_of(name: str) -> str:

@@ -330,11 +330,6 @@ class Instants:
         return "when forward has ended" if op == TURN else f"while {self.trace.ops.name[op]} (op {op}) runs"
 
 
-def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
-    """The certified bound for one budget; see the module's text for what it counts and ignores."""
-    return bounder_of(problem).bound(budget_bytes)
-
-
 def bounder_of(problem: Problem) -> Instants:
     """The instants of a problem, for any number of budgets, made once."""
     return problem.once("bounder", Instants)

@@ -90,12 +90,6 @@ def corners(ops: tuple[Rerun, ...], links: tuple[Link, ...]) -> tuple[Corner, ..
     The first has no more time than must be; each price per byte has its best split among the corners. Found by
     cutting at the price between two known corners until no cut is better (Eisner and Severance 1976).
     """
-    if len(ops) == 1 and not links:
-        time_ns, saved = ops[0].time_ns, ops[0].saved_bytes
-        if time_ns < 0 or not saved:
-            return (Corner(time_ns=0, nbytes=saved),)
-        end = Corner(time_ns=time_ns, nbytes=0)
-        return (Corner(time_ns=0, nbytes=saved), end) if time_ns else (end,)
     all_bytes = sum(o.saved_bytes for o in ops) + sum(x.nbytes for x in links)
     all_time = sum(o.time_ns for o in ops if o.time_ns > 0)
     first = _cut(ops, links, all_bytes + 1, 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Unpack
 
-from simulator.bounds import lower_bound
+from simulator.bounds import bounder_of
 from simulator.planners import REGISTRY, find
 from simulator.prediction.ask import Budget, Device, Say, Source, Words, ask, problem_of, question, silent
 from simulator.prediction.step import predict, text, warnings_of
@@ -57,7 +57,7 @@ def compare(
     assert limit is not None
     questions = (replace(asks, planner=planner) for planner in chosen)
     rows = [row_of(ask(problem, one, say=progress, refusals=(LowtideError,))) for one in questions]
-    bound, kept = lower_bound(problem, limit), saved.saved
+    bound, kept = bounder_of(problem).bound(limit), saved.saved
     told, best = bound.to_json(), next((row for row in ranked(rows) if row.feasible), None)
     found = "no plan" if best is None else f"{best.planner} {best.overhead_percent:+.2f} %"
     return Study(

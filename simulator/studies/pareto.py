@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, Unpack
 
-from simulator.bounds import Bound, bounder_of, lower_bound
+from simulator.bounds import Bound, bounder_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import (
@@ -79,7 +79,8 @@ def pareto(
         progress(f"budget {k} of {len(budgets)}: {budget} bytes")
         made[budget] = ask(problem, replace(asks, budget=budget, limits=share), refusals=(Infeasible,))
     picks = cheapest(made)
-    rows = [_row(made[b], pick, lower_bound(problem, b)) for b, pick in zip(sorted(made), picks, strict=True)]
+    bound = bounder_of(problem).bound
+    rows = [_row(made[b], pick, bound(b)) for b, pick in zip(sorted(made), picks, strict=True)]
     plans = tuple(None if pick is None else pick.planned.plan for pick in picks)
     return _front(problem, name, asks, _priced(rows), plans, time.perf_counter() - start)
 

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from simulator.bounds import TURN, Instants, lower_bound
+from simulator.bounds import TURN, Instants, bounder_of
 from simulator.bounds.networks import Corner, Link, Network, Rerun, corners
 from simulator.core.problem import Problem
 from tests.synthetic import resnet
@@ -34,7 +34,7 @@ def two_values() -> Trace:
 
 
 def test_a_budget_that_keep_all_meets_adds_nothing() -> None:
-    bound = lower_bound(Problem(two_values()), 72)  # while g is made: 4 + 40 + 20 + 4 (c) + 4 (g)
+    bound = bounder_of(Problem(two_values())).bound(72)  # while g is made: 4 + 40 + 20 + 4 (c) + 4 (g)
     assert (bound.feasible, bound.added_time_ns, bound.op) == (True, 0, TURN)
     assert bound.overhead_percent == 0.0
 
@@ -44,7 +44,7 @@ def test_cheapest_bytes_first_and_a_part_of_one_storage() -> None:
     # a costs 5/40 ns per byte, b 7/20. Budget 48 is 24 too little: 5 * 24 / 40 = 3 ns; 49 is 23 too little: 2.9,
     # rounded down. The turn has 68 bytes: 5 * 20 / 40 = 2.5.
     # Op 4 has 72 too (w, g, b, h 32 and a 40), and as the later one it is the one looked at.
-    bound = lower_bound(Problem(two_values()), 48)
+    bound = bounder_of(Problem(two_values())).bound(48)
     assert (bound.added_time_ns, bound.op) == (3, 4)
     assert Instants(Problem(two_values())).at(3).added(48) == (3, 5, 40)
     assert Instants(Problem(two_values())).at(3).added(49) == (2, 5, 40)
@@ -53,7 +53,7 @@ def test_cheapest_bytes_first_and_a_part_of_one_storage() -> None:
     assert bound.overhead_percent == pytest.approx(100 * 3 / 16)  # 5 + 7 + 1 + 1 + 1 + 1 ns
     # Budget 32 is exactly all of a; 22 is 10 less, half of b: 5 + 7 * 10 / 20 = 8.5. The instant would allow both,
     # but the last op reads a again: w 4 + h 4 + a 40 = 48 is the floor.
-    assert not lower_bound(Problem(two_values()), 32).feasible
+    assert not bounder_of(Problem(two_values())).bound(32).feasible
     assert Instants(Problem(two_values())).at(3).added(32) == (5, 5, 40)
     assert Instants(Problem(two_values())).at(3).added(22) == (8, 7, 20)
     assert Instants(Problem(two_values())).at(3).added(11) is None
@@ -61,17 +61,19 @@ def test_cheapest_bytes_first_and_a_part_of_one_storage() -> None:
 
 def test_below_the_floor_is_infeasible_with_the_reason() -> None:
     of = chain(4)
-    bound = lower_bound(Problem(of), Instants(Problem(of)).floor.peak_bytes - 1)
+    bound = bounder_of(Problem(of)).bound(Instants(Problem(of)).floor.peak_bytes - 1)
     assert not bound.feasible
     assert bound.reason.startswith("no plan fits: while ")
     assert (
-        lower_bound(Problem(of), Instants(Problem(of)).floor.peak_bytes - 1).to_json()["overhead_percent"]
+        bounder_of(Problem(of))
+        .bound(Instants(Problem(of)).floor.peak_bytes - 1)
+        .to_json()["overhead_percent"]
         is None
     )
 
 
 def test_a_bound_as_json_has_what_simulate_prints() -> None:
-    answer = lower_bound(Problem(two_values()), 48).to_json()
+    answer = bounder_of(Problem(two_values())).bound(48).to_json()
     assert answer["overhead_percent"] == pytest.approx(18.75)
     assert answer["feasible"] is True
     assert answer["op"] == 4
@@ -127,9 +129,9 @@ def test_an_empty_component_of_no_cost_has_one_corner() -> None:
 
 def test_no_backward_and_no_ops() -> None:
     only_forward = trace([fwd({"x": 8}, "w")], {"w": 4})
-    assert lower_bound(Problem(only_forward), 12).added_time_ns == 0
-    assert not lower_bound(Problem(only_forward), 11).feasible
-    assert lower_bound(Problem(trace([Op("optimizer", {}, ("w",))], {"w": 4})), 4).added_time_ns == 0
+    assert bounder_of(Problem(only_forward)).bound(12).added_time_ns == 0
+    assert not bounder_of(Problem(only_forward)).bound(11).feasible
+    assert bounder_of(Problem(trace([Op("optimizer", {}, ("w",))], {"w": 4}))).bound(4).added_time_ns == 0
 
 
 def test_the_parts_of_a_networks_floor_make_the_whole() -> None:
