@@ -41,7 +41,6 @@ OPTIONS: Final = ("plan", "budget", "planner", "seconds", "on_mismatch", "parts"
 ERROR: Final = "error"  # what to do with a graph that the plan is not for: raise,
 EAGER: Final = "eager"  # run it without a plan,
 REPLAN: Final = "replan"  # or plan it within the same budget, and run it without a plan if that is impossible
-MOST_REPLANS: Final = 8  # each takes seconds
 REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
 # What dynamo takes otherwise by default: it would run a call without its plan, unseen, or ignore a hook added later.
 NEVER_UNSEEN: Final = ("fail_on_recompile_limit_hit", "skip_nnmodule_hook_guards")
@@ -132,7 +131,6 @@ class Compiler:
     run: Callable[..., Any] | None = (
         None  # calls what is compiled, of one module or of several that are alike
     )
-    _replanned: int = 0
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in (ERROR, EAGER, REPLAN):
@@ -200,13 +198,12 @@ class Compiler:
     def _replan(self, module: fx.GraphModule, examples: Sequence[Any], why: str) -> tuple[Graph, Any, str]:
         """Plan this graph alone. LowtideError: it is not to be, or there is no plan."""
         wanted = self.plan is not None and (self.parts or self.on_mismatch == REPLAN)
-        if not wanted or self._replanned >= MOST_REPLANS:
+        if not wanted:
             raise PlanError(why)
         try:
             made = compile_graph(module, examples, self._within)
         except LowtideError as error:
             raise PlanError(f"{why} No plan could be made for it: {error}") from None
-        self._replanned += 1
         if not self.parts:
             self.warn(f"by a plan of its own: {why}")
         return (*made, REPLANNED)

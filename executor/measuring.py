@@ -145,11 +145,7 @@ def _measure_cpu(prepare: Prepare, job: Job) -> RunFigures:
 
 
 def _enough(iterate: Callable[[], bool], least: int) -> None:
-    """Iterate `least` times, and further while a gradient scaler skips steps.
-
-    Raises:
-        SpecError: it skips all of them.
-    """
+    """Iterate `least` times, and further while a gradient scaler skips steps; SpecError if it skips too many."""
     wanted = min(_TAKEN, least)
     k = taken = 0
     while k < least or taken < wanted:
@@ -217,17 +213,9 @@ def _with_times(
 
 
 def predicted_figures(plan: Plan, which: str) -> RunFigures:
-    """The plan's own prediction: "baseline" (everything kept) or "plan".
-
-    Raises:
-        PlanError: the plan carries none.
-    """
-    data = plan.predicted.get(which)
-    if not isinstance(data, dict):
-        raise PlanError("the plan carries no prediction; make it again with `simulate`.")
+    """The plan's own prediction: "baseline" (everything kept) or "plan". Raises PlanError if the plan carries none."""
+    data: Any = plan.predicted.get(which)
     try:
-        return from_json(RunFigures, {k: data.get(k) for k in RunFigures().headline()})
-    except ValueError as error:
-        raise PlanError(
-            f"the plan's prediction is no number ({error}); make it again with `simulate`."
-        ) from None
+        return from_json(RunFigures, {k: data[k] for k in RunFigures().headline() if k in data})
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"the plan carries no prediction ({error}); make it again with `simulate`.") from None

@@ -38,9 +38,7 @@ class Rewritten:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    saved: tuple[str, ...]  # names of the values that cross from forward to backward
     saved_storages: tuple[int, ...]  # the storages behind them that are not placeholders'
-    recomputed: tuple[str, ...]  # names of the ops that run again, in order, views included
 
 
 def rewrite(program: Program, schedule: Schedule) -> Rewritten:
@@ -66,7 +64,6 @@ class _Writing:
         self.crossing_of: dict[fx.Node, fx.Node] = {}  # forward's copy -> captured node
         self.constants: dict[tuple[fx.Node, fx.Graph], fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}  # model output -> its first copy
-        self.recomputed: list[str] = []
         self.arriving: dict[int, fx.Node] = {}  # storage -> what reloads it, until something waits
         self.outputs = set(self.captured.outputs)
         self.handed: dict[int, fx.Node] = {}  # parameter -> the last node of backward that concerns it
@@ -92,8 +89,6 @@ class _Writing:
             for s in row.reads:
                 if s in self.arriving:
                     graph.call_function(WAIT_IN, (self._resolve(self.arriving.pop(s), graph),))
-        if again:
-            self.recomputed.append(op.node.name)
         target, args = op.node.target, op.node.args
         if again:
             target, args = without_effect(target, args)
@@ -137,8 +132,7 @@ class _Writing:
         ]
         for k, n in self.handed.items():
             n.meta[HANDED] = (*n.meta.get(HANDED, ()), k)
-        saved = list(self.crossing)
-        self.forward.output((tuple(outputs), tuple(saved)))
+        self.forward.output((tuple(outputs), tuple(self.crossing)))
         self.backward.output(tuple(grads))
         for graph in (self.forward, self.backward):
             # FX calls an argument by its target and everything else by its name; if the two differed for one
@@ -152,9 +146,7 @@ class _Writing:
         return Rewritten(
             forward=fx.GraphModule(captured.graph_module, self.forward, class_name="LowtideForward"),
             backward=fx.GraphModule(captured.graph_module, self.backward, class_name="LowtideBackward"),
-            saved=tuple(n.name for n in saved),
             saved_storages=tuple(crossing),
-            recomputed=tuple(self.recomputed),
         )
 
     def _put(self, node: fx.Node, copy: fx.Node, graph: fx.Graph) -> None:

@@ -105,7 +105,10 @@ def run_plan(
     measurement = measure_plan(given, plan, settings, out.say)
     if output is not None:
         measurement.save(output)
-    out.show(lambda: answer(plan, measurement), lambda: in_words(measurement))
+    out.show(
+        lambda: {"plan": str(plan), **measurement.to_json(), "within_budget": measurement.within_budget},
+        lambda: in_words(measurement),
+    )
     if out.report is not None:
         from executor.matching import trace_of
         from executor.report import write_measurement
@@ -243,18 +246,6 @@ def _refuse(plan: Path, m: Measurement) -> None:
             f"the planned step's peak is {show_bytes(m.limited_bytes)}, over the budget of "
             f"{show_bytes(m.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
         )
-
-
-def answer(plan: Path, m: Measurement) -> dict[str, Any]:
-    """The object that `execute --json` prints."""
-    runs = ("predicted", "measured", "eager", "keep_all", "keep_all_predicted")
-    return {
-        "plan": str(plan),
-        **m.to_json(),
-        **{k: getattr(m, k).headline() for k in runs},
-        "within_budget": m.within_budget,
-        "peaks_bytes": {k: list(getattr(m, k).peaks_bytes) for k in ("eager", "keep_all", "measured")},
-    }
 
 
 def in_words(m: Measurement) -> str:

@@ -93,11 +93,12 @@ def fit(
         budget_of=budget_of,
         amp=amp,
         loop={"release_gradients": release_gradients or None},
+        # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
+        levers=() if levers is None and allow == "bit" else levers,
+        say=say,
         allow=allow,
-        levers=levers,
         planner=planner,
         seconds=seconds,
-        say=say,
     )
     return install(model, compiler_of(plan, target, on_mismatch))
 
@@ -112,18 +113,16 @@ def plan_step(
     budget_of: str | None = None,
     amp: str | None = None,
     loop: Mapping[str, Any],
-    allow: str = "bit",
-    levers: Sequence[str] | None = None,
-    planner: str | None = None,
-    seconds: float = DEFAULTS.seconds,
+    levers: Sequence[str] | None = (),
     say: Say,
+    **how: Any,
 ) -> Plan:
     """The plan for the step of a model that has none, recorded on fake tensors of its device; the model stays as it is
     but for training mode.
 
     Args:
         loop: what the loop does beside calling the model (`tracer.step.loop_options`), such as accumulate.
-        The others are those of `fit`.
+        how: further arguments of `simulator.plan`. The others are those of `fit`.
     """
     began, where = time.monotonic(), next((p.device for p in model.parameters()), torch.device("cpu"))
     if not model.training:
@@ -138,17 +137,13 @@ def plan_step(
     for warning in warnings_of(Problem(trace)):
         if warning.code == UNTOUCHED_LESS:
             say(f"warning: {text(warning)}")
-    # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
-    unnamed = () if allow == "bit" else None
     plan = simulator.plan(
         trace,
         budget,
-        allow=allow,
-        levers=unnamed if levers is None else tuple(levers),
-        planner=planner,
+        levers=None if levers is None else tuple(levers),
         budget_of=budget_of or (RESERVED if on_gpu else ALLOCATED),
-        seconds=seconds,
         alloc_conf=alloc_conf() if on_gpu else None,
+        **how,
     )
     say(f"planned after {time.monotonic() - began:.1f} s: {plan}")
     return plan

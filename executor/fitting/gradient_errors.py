@@ -86,10 +86,7 @@ def gradient_errors(
             error = step.error(Plan(meta=made.meta, rewrites=part, exactness=APPROXIMATE))
             found.append(Part(kind=kind, storages=tuple(r.storage for r in part), error=error))
             say(f"{kind}, {len(part)} values: {error:.2e}")
-    meta = made.meta
-    return GradientErrors(
-        fingerprint=meta.graph_fingerprint, model=meta.model, device=device, parts=tuple(found)
-    )
+    return GradientErrors(fingerprint=made.meta.graph_fingerprint, parts=tuple(found))
 
 
 @contextlib.contextmanager

@@ -39,9 +39,7 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     step.
     """
     if levers.errors is not None and levers.errors.fingerprint != problem.trace.meta.graph_fingerprint:
-        raise SpecError(
-            f"the errors were measured on another step, of {levers.errors.model}: `{ERRORS_COMMAND}`."
-        )
+        raise SpecError(f"the errors were measured on another step: `{ERRORS_COMMAND}`.")
     if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
         raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
     asked = (*UNASKED, *_measured(levers)) if levers.kinds is None else levers.kinds

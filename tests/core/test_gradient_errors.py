@@ -48,9 +48,7 @@ def errors(made: Trace, *kinds: str, each: float = 0.004) -> GradientErrors:
         for kind in kinds
         for part in parts(list(LEVERS[kind].offer(Problem(made))))
     ]
-    return GradientErrors(
-        fingerprint=made.meta.graph_fingerprint, model="m", device="cpu", parts=tuple(found)
-    )
+    return GradientErrors(fingerprint=made.meta.graph_fingerprint, parts=tuple(found))
 
 
 def planned(made: Trace, most: float | None, **more: object) -> Plan:

@@ -27,6 +27,11 @@ from traces.records.plan import Action, Plan, label_actions
 from traces.records.trace import Trace
 
 
+def reruns(made: Any) -> list[str]:
+    """The names of the nodes of a rewritten step that run again."""
+    return [n.name for m in (made.forward, made.backward) for n in m.graph.nodes if "recomputed" in n.meta]
+
+
 def step_of(
     model: nn.Module, batch: Any, loss: Callable[..., Any] | None, optimizer: torch.optim.Optimizer | None
 ) -> TrainingStep:

@@ -15,7 +15,7 @@ from executor.rewrite import Rewritten, rewrite
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule, build
 from tests.torch import small_nets
-from tests.torch.steps import plan_of, program, random_actions, recompute_all, recorded
+from tests.torch.steps import plan_of, program, random_actions, recompute_all, recorded, reruns
 from tracer.record.program import Program, inplace_twin
 from tracer.step.step import load_spec
 from traces.errors import PlanError
@@ -47,7 +47,7 @@ def expected_saved(p: Program, actions: tuple[Action, ...]) -> set[int]:
 
 def test_with_everything_kept_nothing_runs_twice(residual: Program) -> None:
     r = rewritten(residual)
-    assert r.recomputed == ()
+    assert not reruns(r)
     assert set(r.saved_storages) == expected_saved(residual, ())
     computed = [n for m in (r.forward, r.backward) for n in m.graph.nodes if n.op == "call_function"]
     picks = [n for n in computed if "getitem" in n.name]
@@ -67,10 +67,11 @@ def test_recomputed_ops_and_only_they_are_named_so(residual: Program) -> None:
     actions = recompute_all(Problem(residual.trace()))
     r = rewritten(residual, *actions)
     schedule = build(Problem(residual.trace()), actions)
-    assert r.recomputed == tuple(residual.ops[i].node.name for i in schedule.recomputed_ops)
+    ran = [residual.ops[i].node.name for i in schedule.recomputed_ops]
     assert not any("_recomputed" in n for n in names(r.forward))
     again = [n for n in r.backward.graph.nodes if n.meta.get("recomputed")]
-    assert len(again) >= len(r.recomputed) > 0
+    assert {f"{name}_recomputed" for name in ran} <= {n.name for n in again}
+    assert ran
     assert all("_recomputed" in n.name for n in again)
     others = [n for n in r.backward.graph.nodes if not n.meta.get("recomputed")]
     assert not [n.name for n in others if "_recomputed" in n.name]
@@ -152,7 +153,8 @@ def test_a_split_is_rebuilt_with_all_its_parts() -> None:
     assert actions
     r = rewritten(p, *actions)
     # What backward reads must come from the rebuilt split, not from parts that forward left behind.
-    assert not [n for n in r.saved if "getitem" in n or "split" in n]
+    saved = [n.name for n in r.backward.graph.find_nodes(op="placeholder")]
+    assert not [n for n in saved if "getitem" in n or "split" in n]
     assert set(r.saved_storages) == expected_saved(p, actions)
 
 
@@ -223,7 +225,7 @@ def test_what_a_plan_may_not_ask_for(residual: Program) -> None:
     mask = next(s for s, row in enumerate(residual.storages) if "dropout_mask" in row.name)
     with pytest.raises(PlanError, match="marked random"):
         rewritten(residual, Action(storage=mask))
-    with pytest.raises(PlanError, match="exists throughout"):
+    with pytest.raises(PlanError, match="forward does not make it"):
         rewritten(residual, Action(storage=0))
     with pytest.raises(PlanError, match="belongs to another trace"):
         rewritten(residual, Action(storage=len(trace.storages)))

@@ -22,7 +22,7 @@ from executor import apply_plan, fit, remove_plan, unplanned
 from executor.frameworks.first_batch import FirstBatchCallback
 from simulator.core.problem import Problem
 from tests.torch import small_nets
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded, reruns
 from traces.errors import BudgetError, PlanError, SpecError
 from traces.records.plan import Plan
 
@@ -121,7 +121,7 @@ def test_a_second_plan_replaces_the_first(plan: Plan) -> None:
     assert again is model
     same_training(eager, again)
     (made,) = compiled(again)
-    assert not made.graph.rewritten.recomputed
+    assert not reruns(made.graph.rewritten)
 
 
 def plan_of_nothing(plan: Plan) -> Plan:
@@ -230,7 +230,7 @@ def test_fit_captures_once_and_trains_as_eager_does(monkeypatch: pytest.MonkeyPa
     assert captured == ["once"]
     (made,) = compiled(planned)
     assert made.fit == "exact"
-    assert made.graph.rewritten.recomputed
+    assert reruns(made.graph.rewritten)
     assert [line.partition(" ")[0] for line in told] == ["captured", "planned"]
     plan = planned._lowtide.compiler.plan
     assert plan.budget_of == "allocated"
@@ -318,7 +318,7 @@ def test_a_long_run_survives_odd_calls(how: str) -> None:
             ("exact", 4), ("replanned", 2), ("replanned", 4), ("replanned", 4),
         ]  # fmt: skip
         assert receipt.planned_steps == 14
-        assert all(c.graph.rewritten.recomputed for c in compiled(planned))
+        assert all(reruns(c.graph.rewritten) for c in compiled(planned))
     assert str(receipt).startswith(f"{receipt.planned_steps} steps by the plan")
 
 
@@ -359,18 +359,6 @@ def test_steps_inside_unplanned_are_counted() -> None:
     receipt = planned.receipt()
     assert (receipt.planned_steps, receipt.unplanned_steps) == (0, 1)
     assert receipt.unplanned_because == {"inside `with unplanned`": 1}
-
-
-def test_plans_for_odd_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_module, "MOST_REPLANS", 1)
-    planned = fitted(Deep())
-    x, _ = rows()
-    with pytest.warns(UserWarning, match="by a plan of its own"):
-        planned(x, bias=torch.ones(32))
-    with pytest.warns(UserWarning, match="runs without the plan"):
-        planned(x.clone().requires_grad_())
-    assert [c.fit for c in planned.receipt().captures] == ["replanned"]
-    assert planned.receipt().unplanned_steps == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

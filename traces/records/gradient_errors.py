@@ -32,8 +32,6 @@ class GradientErrors(JsonRecord):
         error=PlanError,
     )
     fingerprint: str  # of the trace's graph
-    model: str
-    device: str
     parts: tuple[Part, ...]
 
     @property
