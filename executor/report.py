@@ -1,4 +1,4 @@
-"""The page of a Measurement: the predicted beside the measured, with signed errors."""
+"""A Measurement in words, and as a page: the predicted beside the measured, with signed errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from simulator.core.problem import Problem
 from simulator.prediction.step import describe, predict
 from simulator.report.page import Block, Page, Section, Text, warned, write_page
 from simulator.report.step import memory, simulation_sections
-from simulator.show.tables import Table, beside
-from traces.records.measurement import Measurement, RunFigures
+from simulator.show.tables import Table, beside, figures_table
+from traces.provenance import REHEARSED
+from traces.records.measurement import Measurement, RunFigures, signed_error_percent
 from traces.records.plan import ALLOCATED, Plan
-from traces.records.trace import Trace, TraceMeta
+from traces.records.trace import Trace
 from traces.units import show_bytes
 
 
@@ -32,7 +33,11 @@ def write_measurement(path: str | Path, measurement: Measurement, trace: Trace, 
     rows = [("device", m.device), ("provenance", m.provenance), ("plan for", m.fingerprint)]
     rows += [(k, v) for k, v in sorted(m.environment.items()) if v]
     rows += [(f"option {k}", str(v)) for k, v in sorted(m.options.items())]
-    answer: tuple[Block, ...] = *_texts(m, plan.meta), memory(c), beside(runs, m.place)
+    wrong = m.verified is not True or m.within_budget is False or m.warnings
+    notes = [Text(note, "warning" if wrong else "note") for note in _notes(m)]
+    if m.predicted.step_time_ns is not None and trace.meta.mode != "real":
+        notes += warned(["The predicted times are a roofline's estimates."])
+    answer: tuple[Block, ...] = *notes, memory(c), beside(runs, m.place)
     page = Page(
         title=f"{m.model}: predicted beside measured on {m.place}",
         subtitle=f"{describe(trace.meta)} · planner {m.planner or 'none'}",
@@ -45,18 +50,37 @@ def write_measurement(path: str | Path, measurement: Measurement, trace: Trace, 
     return write_page(path, page)
 
 
-def _texts(m: Measurement, meta: TraceMeta) -> Iterator[Text]:
-    """What must be said beside the figures: the budget, the verification, and what the times are."""
-    if m.budget_bytes is not None:
-        told = {None: "unknown", True: "within", False: "ABOVE"}[m.within_budget]
-        of = "" if m.budget_of == ALLOCATED else " of reserved memory"
-        tone = "warning" if m.within_budget is False else "note"
-        yield Text(f"Budget {show_bytes(m.budget_bytes)}{of}: the measured peak is {told}.", tone)
-    did = {True: "trained as", False: "did NOT train as", None: "was not compared with"}[m.verified]
-    yield Text(f"The plan {did} the untouched model ({m.steps} steps).", "note" if m.verified else "warning")
-    yield Text("Save-all and plan are the rewritten graph with an empty plan and with the plan.")
-    if m.predicted.step_time_ns is None:
-        yield Text(f"The plan's times are for {meta.target or meta.device}, and are left out.", "note")
-    elif meta.mode != "real":
-        yield Text("The predicted times are a roofline's estimates.", "warning")
-    yield from warned(f"Beside the prediction: {text}" for text in m.warnings)
+def in_words(m: Measurement) -> str:
+    """A measurement for people."""
+    found = "rehearsed" if m.provenance == REHEARSED else "measured"
+    runs = (
+        (f"eager, {found}", m.eager),
+        ("save-all, predicted", m.keep_all_predicted),
+        (f"save-all, {found}", m.keep_all),
+        ("plan, predicted", m.predicted),
+        (f"plan, {found}", m.measured),
+    )
+    errors = signed_error_percent(m.predicted, m.measured).items()
+    parts = [f"{k.removesuffix('_bytes').removesuffix('_ns')} {v:+.2f} %" for k, v in errors if v is not None]
+    lines = [*figures_table(runs).lines(), f"error of the plan's prediction: {', '.join(parts)}", *_notes(m)]
+    return "\n  ".join([f"{m.model} by {m.planner} on {m.device} ({m.provenance})", *lines])
+
+
+def _notes(m: Measurement) -> Iterator[str]:
+    """What must be said beside the figures: the slow-down, the budget, warnings and the verification."""
+    if m.slowdown_percent is not None:
+        said, real = m.predicted_slowdown_percent, m.slowdown_percent
+        more = f", predicted {said:+.2f} % ({said - real:+.2f} points)" if said is not None else ""
+        yield f"slow-down by the plan: measured {real:+.2f} %{more}"
+    if m.within_budget is not None:
+        of = " of reserved memory" if m.budget_of != ALLOCATED else ""
+        yield f"budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}"
+    yield from (f"warning, beside the prediction: {text}" for text in m.warnings)
+    if m.verified is None:
+        rehearsed = m.provenance == REHEARSED
+        yield f"not verified{', since nothing is computed on a GPU that is not there' * rehearsed}"
+        return
+    told = m.verification_note or "within the difference of eager from itself, whose kernels vary"
+    verdict = "verified: bit-equal with eager" if m.bit_equal else f"verified ({told})"
+    kinds = ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
+    yield f"{verdict if m.verified else 'NOT equal to eager'} over {m.steps} steps in {kinds}"

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from executor.cli.rehearse import rehearse
-from simulator.show.tables import figures_table
 from traces import commands
 from traces.commands import Grouped, Output, OutputFile, echo, output_options, stdout_free
-from traces.provenance import REHEARSED, refuse_page
-from traces.records.measurement import signed_error_percent
-from traces.records.plan import ALLOCATED
+from traces.provenance import refuse_page
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
@@ -101,6 +98,7 @@ def run_plan(
     given = Plan.load(plan)
     check_trusted(plan, given.meta.model, settings.model, trust)
     from executor.plans import measure_plan
+    from executor.report import in_words
 
     measurement = measure_plan(given, plan, settings, out.say)
     if output is not None:
@@ -246,45 +244,3 @@ def _refuse(plan: Path, m: Measurement) -> None:
             f"the planned step's peak is {show_bytes(m.limited_bytes)}, over the budget of "
             f"{show_bytes(m.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
         )
-
-
-def in_words(m: Measurement) -> str:
-    """A measurement for people."""
-    rehearsed = m.provenance == REHEARSED
-    found = "rehearsed" if rehearsed else "measured"
-    runs = (
-        (f"eager, {found}", m.eager),
-        ("save-all, predicted", m.keep_all_predicted),
-        (f"save-all, {found}", m.keep_all),
-        ("plan, predicted", m.predicted),
-        (f"plan, {found}", m.measured),
-    )
-    lines = [f"{m.model} by {m.planner} on {m.device} ({m.provenance})"]
-    lines += [f"  {line}" for line in figures_table(runs).lines()]
-    errors = signed_error_percent(m.predicted, m.measured).items()
-    parts = [f"{k.removesuffix('_bytes').removesuffix('_ns')} {v:+.2f} %" for k, v in errors if v is not None]
-    lines.append("  error of the plan's prediction: " + ", ".join(parts))
-    if m.slowdown_percent is not None:
-        said, real = m.predicted_slowdown_percent, m.slowdown_percent
-        more = f", predicted {said:+.2f} % ({said - real:+.2f} points)" if said is not None else ""
-        lines.append(f"  slow-down by the plan: measured {real:+.2f} %{more}")
-    if m.within_budget is not None:
-        of = " of reserved memory" if m.budget_of != ALLOCATED else ""
-        met = "kept" if m.within_budget else "EXCEEDED"
-        lines.append(f"  budget {show_bytes(m.budget_bytes)}{of}: {met}")
-    lines += [f"  warning, beside the prediction: {text}" for text in m.warnings]
-    if m.verified is None:
-        lines.append(f"  not verified{', since nothing is computed on a GPU that is not there' * rehearsed}")
-    else:
-        kinds = ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
-        lines.append(f"  {_verdict(m)} over {m.steps} steps in {kinds}")
-    return "\n".join(lines)
-
-
-def _verdict(m: Measurement) -> str:
-    if not m.verified:
-        return "NOT equal to eager"
-    if m.bit_equal:
-        return "verified: bit-equal with eager"
-    told = m.verification_note or "within the difference of eager from itself, whose kernels vary"
-    return f"verified ({told})"
