@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -188,6 +189,11 @@ def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decora
     return decorate
 
 
+class _Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        echo(record.getMessage(), err=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """Where an answer goes, and in which form."""
@@ -195,6 +201,13 @@ class Output:
     report: Path | None = None
     as_json: bool = False
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        """What is logged inside is told too."""
+        logger = logging.getLogger("lowtide")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [] if self.quiet else [_Told()]
 
     def say(self, line: str) -> None:
         """A line of progress, on stderr."""

@@ -8,6 +8,7 @@ any module of the package is thrown away here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +20,7 @@ from numba.core import event, options
 
 from simulator.kernels import excuse
 
+log = logging.getLogger("lowtide")
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBA_OPTIONS: Final[dict[str, Any]] = {"error_model": "numpy", "nogil": True}
 if hasattr(options.DefaultOptions, "_nrt"):
@@ -63,9 +65,10 @@ def inlined(function: F) -> F:
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]
-    """Takes the seconds that compiling takes off the planners' clocks."""
+    """Says once that something is being compiled, which takes seconds, and takes these off the planners' clocks."""
 
     def __init__(self) -> None:
+        self.said = False
         self.depth = 0  # a kernel's compilation compiles those that it calls
         self.begin = 0.0
 
@@ -73,6 +76,9 @@ class _Announcement(event.Listener):  # type: ignore[misc]
         if not self.depth:
             self.begin = time.thread_time()
         self.depth += 1
+        if not self.said:
+            self.said = True
+            log.info("compiling the inner loops, some seconds, once: the result is saved for later runs")
 
     def on_end(self, event: Any) -> None:
         self.depth -= 1

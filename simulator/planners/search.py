@@ -51,15 +51,18 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     best, bound = cheapest(greedy), bounder_of(problem).bound(budget_bytes)
     least_ns, floor_bytes = problem.trace.time_ns + bound.added_time_ns, bounder_of(problem).floor.peak_bytes
     good_enough_ns = least_ns + int(CLOSED * problem.trace.time_ns)
+    short = replace(limits, seconds=min(LOWEST_SECONDS, limits.seconds))
     if best is None and not bound.feasible:
         # The greedy ends where no single step lowers the peak, some percent above what is possible.
         if budget_bytes < floor_bytes < greedy.lowest_peak_bytes:
-            lower, short = Search(problem, floor_bytes, limits.clock()), min(LOWEST_SECONDS, limits.seconds)
-            anneal(lower, None, replace(limits, seconds=short), ANY_NS, ANY_NS)
+            lower = Search(problem, floor_bytes, limits.clock())
+            anneal(lower, None, short, ANY_NS, ANY_NS)
             greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, lower.lowest_peak_bytes)
     elif best is None or best.time_ns > good_enough_ns:
         ns_per_byte = bound.price_ns / bound.price_bytes
         best = anneal(greedy, best, limits, least_ns, good_enough_ns, ns_per_byte)
+        if best is None:  # the walk that tells how low a peak can be may find what a longer one does not
+            best = anneal(greedy, None, short, ANY_NS, ANY_NS)
     if best is None:
         raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
     return finish(problem, "search", budget_bytes, greedy.evaluator.actions(best.state))

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from simulator.bounds import bounder_of
-from simulator.core.limits import Levers, Limits
+from simulator.core import limits as clocks
+from simulator.core.limits import DEFAULTS, Levers, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with, search
 from simulator.planners.outcome import Infeasible
@@ -17,8 +18,13 @@ from tests.exhaust import draw_trace, frontier
 from traces.records.store import load
 from traces.records.trace import Trace
 
-LONG = Limits(seconds=60)  # the walks are as long as in a second; only a slow machine needs the rest
 ALONE = Levers(kinds=())  # recomputation and nothing else
+
+
+@pytest.fixture(autouse=True)
+def _no_machine_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walks are as long as their seconds say, and the clock stands still."""
+    monkeypatch.setattr(clocks, "now", lambda: 0.0)
 
 
 def answered(of: Trace | Problem, budget: int, **words: Any) -> Prediction:
@@ -26,7 +32,7 @@ def answered(of: Trace | Problem, budget: int, **words: Any) -> Prediction:
     return ask(problem, Question(**{"budget": budget, "levers": ALONE, **words})).planned
 
 
-def refused(of: Trace, budget_bytes: int, limits: Limits = LONG) -> tuple[int, str]:
+def refused(of: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> tuple[int, str]:
     """The lowest peak that the answer tells, and its words."""
     with pytest.raises(Infeasible) as told:
         answered(of, budget_bytes, limits=limits)
