@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from simulator.allocator.settings import (
-    LARGE_SEGMENT_BYTES,
-    LOWEST_ADDRESS,
-    OLDER_SEGMENT,
-    UNLIMITED,
-    AllocatorSettings,
-)
+from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_SEGMENT, UNLIMITED, AllocatorSettings, round_up
 from traces.errors import LowtideError
 from traces.units import MIB
 
@@ -180,13 +174,16 @@ class Allocator:
         self.reserved = self.peak_reserved = 0
         self._end = 0  # above all addresses given out so far
         self._place = place or (lambda size, stream, expandable: self._end)
+        self._sizes: dict[int, int] = {}  # of a request -> of its block
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
         self.allocated = self.requested = self.peak_allocated = self.peak_requested = 0
         self.num_alloc_retries = 0
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
         """A block for a request. Raises OutOfMemory: the device has no room, even with all cached blocks given back."""
-        size = max(1, -(-size_bytes // MIN_BLOCK_BYTES)) * MIN_BLOCK_BYTES
+        size = self._sizes.get(size_bytes)
+        if size is None:
+            size = self._sizes[size_bytes] = round_up(size_bytes, self.settings)
         pool = self.small if size <= SMALL_BYTES else self.large
         block = self._find(pool, size, stream)
         if block is None:
@@ -298,7 +295,7 @@ class Allocator:
         if size < largest:
             if block.size >= largest:
                 return None
-        elif block.size >= size + LARGE_SEGMENT_BYTES:
+        elif block.size >= size + settings.max_non_split_rounding_bytes:
             return None
         del blocks[at]
         return block
@@ -343,7 +340,7 @@ class Allocator:
         """A free block from new memory, outside the pool; None if the driver refuses."""
         if self.settings.expandable_segments:
             return self._grow(pool, size, stream)
-        segment = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
+        segment = SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment_bytes
         if size >= LARGE_REQUEST_BYTES:
             segment = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
         if not self._driver_has(segment):
@@ -452,7 +449,7 @@ class Allocator:
                     block.next.prev = block
 
     def _page(self, pool: Pool) -> int:
-        return SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
+        return SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment_bytes
 
     def _driver_has(self, size: int) -> bool:
         return self.device_memory_bytes is None or self.reserved + size <= self.device_memory_bytes

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.allocator.caching import Allocator, Block, OutOfMemory
-from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
+from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf, round_up
 from tests.streams import StreamAllocator
 from traces.errors import SpecError
 
@@ -19,6 +19,44 @@ MIB = 1 << 20
 
 def conf(text: str) -> AllocatorSettings:
     return parse_alloc_conf(text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [
+        (1200, 1536),  # up to 512 * 4 bytes: multiples of 512
+        (2048, 2048),  # a power of two stays
+        (2049, 2560),  # steps of 2048 / 4 = 512: 2048, 2560, ...
+        (1100 * MIB, 1280 * MIB),  # steps of 1024 / 4 = 256 MiB
+        (5 * MIB, 5 * MIB),  # steps of 1 MiB between 4 and 8
+        (5 * MIB + 1, 6 * MIB),
+    ],
+)
+def test_roundup_power2_divisions(asked: int, got: int) -> None:
+    assert round_up(asked, conf("roundup_power2_divisions:4")) == got
+
+
+def test_roundup_power2_divisions_by_size() -> None:
+    c = conf("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]")
+    # Powers from 256 MiB on have entries; what is smaller follows the first one. 1 division: no rounding to it.
+    assert c.roundup_divisions == (1,) * 9 + (2, 4) + (8,) * 5
+    assert round_up(300 * MIB + 1, c) == 300 * MIB + 512
+    assert round_up(513 * MIB, c) == 768 * MIB  # steps of 256
+    assert round_up(1025 * MIB, c) == 1280 * MIB  # steps of 256
+    assert round_up(2049 * MIB, c) == 2304 * MIB  # eight steps of 256
+
+
+def test_rounding_without_a_split_is_the_large_segment_size_unless_said() -> None:
+    # Oversize requests may take a block that is less than max_non_split_rounding larger: 42 + 40 = 82.
+    for cached, taken in ((80, True), (84, False)):
+        a = Allocator(conf("large_segment_size_mb:40,max_split_size_mb:40"))
+        a.free(a.malloc(cached * MIB))
+        a.malloc(42 * MIB)
+        assert a.reserved == (cached if taken else cached + 42) * MIB
+    assert (
+        conf("large_segment_size_mb:40,max_non_split_rounding_mb:64").max_non_split_rounding_bytes == 64 * MIB
+    )
+    assert conf("max_non_split_rounding_mb:20").max_non_split_rounding_bytes == 20 * MIB
 
 
 def test_freeing_twice_is_a_mistake() -> None:
@@ -49,11 +87,16 @@ def test_settings_are_read() -> None:
         "max_split_size_mb:19",
         "max_split_size_mb:-1",
         "max_split_size_mb:1\u0662",
-        "per_process_memory_fraction:0.9",  # not simulated, nor are the next
+        "roundup_power2_divisions:3",
+        "roundup_power2_divisions:0",
+        "max_split_size_mb:31,large_segment_size_mb:32",  # in either order
+        "large_segment_size_mb:32,max_non_split_rounding_mb:25",
+        "large_segment_size_mb:10",
+        "per_process_memory_fraction:0.9",  # not simulated, nor is the next
         "throw_on_cudamalloc_oom:True",
-        "roundup_power2_divisions:[256:1,512:2]",
-        "max_split_size_mb:32,max_non_split_rounding_mb:64",
-        "large_segment_size_mb:32",
+        "roundup_power2_divisions:[256:1",
+        "roundup_power2_divisions:[:]",
+        "roundup_power2_divisions:[3:1]",
         "backend:cudaMallocAsync",
     ],
 )
@@ -73,6 +116,8 @@ CONFS = st.sampled_from(
         "",
         "expandable_segments:True",
         "max_split_size_mb:20",
+        "roundup_power2_divisions:4",
+        "expandable_segments:True,large_segment_size_mb:40",
     ]
 )
 MORE_ACTIONS = st.lists(

@@ -16,7 +16,7 @@ from traces.records.trace import TraceMeta
         ("expandable_segments:True", "expandable_segments:True", "cuda:1", False),
         ("expandable_segments:True", " expandable_segments:True ,", "cuda", False),
         ("expandable_segments:True", "max_split_size_mb:64", "cuda", True),
-        ("expandable_segments:True", "expandable_segments:True,max_split_size_mb:64", "cuda", True),
+        ("expandable_segments:True", "expandable_segments:True,large_segment_size_mb:12", "cuda", True),
         ("expandable_segments:True", "max_split_size_mb:64", "cpu", False),
         ("", "max_split_size_mb:64", "cuda", False),
     ],
