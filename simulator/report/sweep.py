@@ -11,7 +11,6 @@ from simulator.report.page import Block, Chart, Page, Section, Text, warned, wri
 from simulator.report.step import activation_blocks
 from simulator.show.tables import Table, table
 from simulator.studies.sweep import Sweep
-from traces.errors import LowtideError
 from traces.records.plan import Plan
 from traces.records.store import load
 
@@ -85,19 +84,8 @@ def _statistics(sweep: Sweep) -> Table:
 
 
 def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
-    """The analysis of the largest batch whose trace is still there, with its plan's actions."""
-    for row in sorted(sweep.rows, key=lambda r: -r.batch_size):
-        if not row.trace_path or not (root / row.trace_path).is_dir():
-            continue
-        try:
-            trace = load(root / row.trace_path)
-            plan = Plan(meta=trace.meta)
-            if row.plan_path and (root / row.plan_path).is_file():
-                plan = Plan.load(root / row.plan_path)
-        except LowtideError as error:
-            return warned([f"The trace for batch {row.batch_size} cannot be shown: {error}"])
-        return (
-            Text(f"At batch size {row.batch_size}, the largest whose trace is at hand.", "note"),
-            *activation_blocks(Problem(trace), plan),
-        )
-    return warned(["No trace of this sweep is at hand, so its activations cannot be listed."])
+    """The analysis of the largest batch, with its plan's actions."""
+    row = max(sweep.rows, key=lambda r: r.batch_size)
+    trace = load(root / row.trace_path)
+    plan = Plan.load(root / row.plan_path) if row.plan_path else Plan(meta=trace.meta)
+    return Text(f"At batch size {row.batch_size}.", "note"), *activation_blocks(Problem(trace), plan)

@@ -304,15 +304,22 @@ def series_of(spec: dict[str, object]) -> set[str]:
     return out
 
 
-def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: None) -> None:
+def test_a_sweep_is_predicted_and_shows_the_activations_of_its_largest_batch(
+    tmp_path: Path, reporting: None
+) -> None:
     from simulator.report.sweep import write_sweep
 
-    sweep = Sweep(model="m", options={}, target="H200", rows=(sweep_row(2), sweep_row(4, feasible=False)))
+    trace = tiny.chain(9, size=1000, time_ns=10)
+    store.save(trace, tmp_path / "t")
+    planned(trace, 3).save(tmp_path / "plan.json")
+    rows = (sweep_row(8, trace_path="t", plan_path="plan.json"), sweep_row(4, feasible=False))
+    sweep = Sweep(model="m", options={}, target="H200", rows=rows)
     html = write_sweep(tmp_path / "s.html", sweep, tmp_path).read_text("utf-8")
     assert "Every figure on this page is predicted" in html
     assert "the floor is &lt;b&gt;9 GiB&lt;/b&gt;" in html
-    assert "No trace of this sweep is at hand" in html
     assert set().union(*map(series_of, specifications(html))) == {"save-all", "plan"}
+    assert "At batch size 8." in html
+    assert ">recomputed</td>" in html
 
 
 def test_a_column_that_no_row_knows_is_left_out() -> None:
@@ -326,23 +333,6 @@ def test_a_column_that_no_row_knows_is_left_out() -> None:
     assert made.columns == ("run", "peak", "op")
     assert [len(row) for row in made.rows] == [3, 3]
     assert (made.numbers, made.code, made.total) == (frozenset({1}), frozenset({2}), ("", "y", "z"))
-
-
-def test_a_sweep_shows_the_activations_of_its_largest_trace(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.sweep import write_sweep
-
-    trace = tiny.chain(9, size=1000, time_ns=10)
-    store.save(trace, tmp_path / "traces" / "t")
-    planned(trace, 3).save(tmp_path / "plan.json")
-    (tmp_path / "broken").mkdir()
-    rows = (sweep_row(2, trace_path="traces/t", plan_path="plan.json"), sweep_row(4))
-    sweep = Sweep(model="m", options={}, target="H200", rows=rows)
-    html = write_sweep(tmp_path / "s.html", sweep, tmp_path).read_text("utf-8")
-    assert "At batch size 2, the largest whose trace is at hand" in html
-    assert ">recomputed</td>" in html
-
-    broken = replace(sweep, rows=(sweep_row(8, trace_path="broken"),))
-    assert "cannot be shown" in write_sweep(tmp_path / "b.html", broken, tmp_path).read_text("utf-8")
 
 
 def measurement(trace: Trace, **more: object) -> Measurement:
