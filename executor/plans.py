@@ -114,7 +114,6 @@ def measure_plan(
         bit_equal=checked.bit_equal if verification else None,
         first_difference=checked.first_difference,
         verification_note=checked.note,
-        eager_against_itself=checked.control_difference,
     )
 
 

@@ -19,8 +19,6 @@ from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from executor.rehearsed.budget import Found
     from tracer.rehearsal.jobs import Job
     from tracer.rehearsal.record import Rehearsal
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 MOST_LINES = 8
 FIGURES = ("requested", "allocated", "reserved", "in all")
 STEADY = 3  # iterations after which the step repeats itself
-APPLY = "executor.cli.rehearse:apply_file"  # in the process on the null driver
+APPLY = "executor.training.module:apply_plan"  # in the process on the null driver
 
 
 def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
@@ -217,14 +215,6 @@ def _refuse_for_commands(command: str) -> None:
             raise SpecError(
                 f"{command} takes options of its own, so {option.opts[0]} must follow after `--`, if it knows that."
             )
-
-
-def apply_file(model: nn.Module, plan: str) -> Callable[..., Any]:
-    """Apply the plan in that file to a model, and return what to call in its place."""
-    from executor.training.module import apply_plan
-    from traces.records.plan import Plan
-
-    return apply_plan(model, Plan.load(plan))
 
 
 def in_words(found: Rehearsal) -> str:

@@ -127,7 +127,6 @@ class Measurement(JsonRecord):
     bit_equal: bool | None = None
     first_difference: str = ""
     verification_note: str = ""
-    eager_against_itself: Mapping[str, float] = field(default_factory=dict)
     budget_of: str = ALLOCATED  # what the budget limits
     warnings: tuple[str, ...] = ()  # what the plan said beside its prediction
 
@@ -192,5 +191,3 @@ class Verification:
     first_step_relative: float = 0.0  # of the first step: largest difference / largest value, by kind
     gradient_error: float = 0.0  # of the first step: relative L2 of the whole gradient
     note: str = ""  # how the verdict was reached, where it was not at the first comparison
-    # Eager against itself; empty: not needed.
-    control_difference: dict[str, float] = field(default_factory=dict)
