@@ -130,4 +130,4 @@ def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(
     assert peaks[1] < peaks[0]
     assert peaks[1] <= planned["measurement"]["budget_bytes"]
     assert "No plan can stay" in refused["message"]
-    assert "measured-cpu" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "measured on CPU" in (tmp_path / "page.html").read_text(encoding="utf-8")
