@@ -20,7 +20,7 @@ from simulator.allocator.settings import AllocatorSettings
 from simulator.core.facts import OFFLOAD, RELOAD, transfer_ns
 from simulator.core.problem import Problem, Replay, by_category
 from simulator.core.schedule import Schedule
-from simulator.history.run import NO_MODULE
+from simulator.history.run import NO_MODULE, OURS
 from simulator.prediction.step import Prediction
 from traces.errors import SpecError
 from traces.files import replacing, write_text
@@ -28,8 +28,7 @@ from traces.records.measurement import ITERATIONS
 from traces.records.trace import OPTIMIZER, OPTIMIZER_STATE, PARAMETER, PHASES, WORKSPACE, Trace
 
 SNAPSHOT, PERFETTO = ".pickle", ".json"
-# In frames: the file of all of them, and what stands under an op that runs again.
-OURS, AGAIN = "lowtide", "recomputed here"
+AGAIN = "recomputed here"  # in frames, under an op that runs again
 Frames = list[dict[str, Any]]
 
 

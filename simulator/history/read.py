@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 from simulator.allocator.replay import load_plain
 from simulator.core.problem import holdings
-from simulator.history.run import NO_MODULE, History, parts_of
+from simulator.history.run import NO_MODULE, History, of_layers, parts_of
 from simulator.history.snapshot import OTHER, history_of
 from simulator.planners.outcome import where
 from simulator.prediction.ask import Question, problem_of
@@ -104,19 +103,13 @@ def of_prediction(c: Prediction, name: str) -> History:
         kind="plan" if c.plan.changes else "trace",
         peak_bytes=peak,
         where=where(trace, op) if at >= 0 else "",
-        parts=parts_of((category, module, _of_layers(line, module), n) for category, module, line, n in told),
+        parts=parts_of((category, module, of_layers(line, module), n) for category, module, line, n in told),
         reserved_bytes=None if reserved is None else reserved.peak_reserved_bytes,
         most_reserved_bytes=None if reserved is None else reserved.highest_reserved_bytes,
         outside_bytes=None if device is None else device.context_bytes + device.reserve_bytes,
         device_bytes=None if device is None else device.memory_bytes,
         curve=tuple((n, 0) for n in run.timeline.peak_bytes),
     )
-
-
-def _of_layers(op: str, module: str) -> str:
-    """What the same op of all repeated layers is called."""
-    layers = re.sub(r"\b\d+\b", "*", module)
-    return re.sub(r"_\d+$", "", op) + f" of {layers}" * (module not in ("", NO_MODULE))
 
 
 def _rehearsed(name: str, r: Mapping[str, Any]) -> History:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from traces.units import show_bytes
 
 PARTS: Final = ("category", "module", "line")  # what the bytes at the peak are told by
 UNNAMED: Final = "(nobody knows)"
+OURS: Final = "lowtide"  # the file of all frames in a snapshot that `simulator.history.export` writes
 NO_MODULE: Final = "outside of the model"  # of an op of the loss or the optimizer, of a batch, of a workspace
 Parts = Mapping[str, Mapping[str, int]]
 
@@ -84,3 +86,9 @@ def around(module: str) -> str:
 def listed(of: Mapping[str, int], most: int) -> str:
     """`1.00 GiB activation, 512.00 MiB parameter`: the first of those with names, in words."""
     return ", ".join([f"{show_bytes(n)} {name}" for name, n in of.items() if n and name][:most])
+
+
+def of_layers(op: str, module: str) -> str:
+    """What the same op of all repeated layers is called."""
+    layers = re.sub(r"\b\d+\b", "*", module)
+    return re.sub(r"_\d+$", "", op) + f" of {layers}" * (module not in ("", NO_MODULE))

@@ -15,7 +15,7 @@ from msgspec import Struct, convert
 from simulator.allocator import replay
 from simulator.allocator.caching import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES
 from simulator.allocator.replay import Event, Recording, Snapshot, reading
-from simulator.history.run import Free, History, Refused, parts_of
+from simulator.history.run import OURS, Free, History, Refused, of_layers, parts_of
 from traces.errors import TraceError
 from traces.records.trace import ACTIVATION, OPTIMIZER_STATE, PARAMETER
 from traces.units import show_bytes
@@ -205,6 +205,9 @@ def _held(size: int, frames: Any) -> tuple[str, str, str, int]:
     if frames is None:
         return EARLIER, "", "", size
     told = stack(frames)
+    if len(own := [f.name for f in told if f.filename == OURS]) > 2:
+        op, module, category, *_ = own
+        return category, module, of_layers(op, module), size
     return (_category(told), *line_of(told), size)
 
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from simulator.allocator.replay import peak_reserved, recording_from_snapshot
 from simulator.cli.main import main
 from simulator.core.facts import OFFLOAD
+from simulator.core.problem import peak_by_category
 from simulator.history.export import AGAIN, perfetto_of, snapshot_of
 from simulator.history.snapshot import history_of
 from simulator.prediction.ask import plan as planned
@@ -27,7 +28,10 @@ from traces.records.store import save
 def test_an_exported_step_is_what_the_replay_says(recomputed: tuple[int, ...]) -> None:
     c = chain(*recomputed)
     data = snapshot_of(c)
-    assert history_of(data, "s").peak_bytes == c.planned.timeline.peak_allocated_bytes
+    h, there = history_of(data, "s"), peak_by_category(c.step.trace, c.planned.schedule, c.planned.timeline)
+    assert h.peak_bytes == c.planned.timeline.peak_allocated_bytes
+    assert h.parts["category"] == {k: n for k, n in there.items() if n}
+    assert "net.1" in h.parts["module"]
     recording = recording_from_snapshot(data, "s")
     assert peak_reserved(recording, recording.settings) == recording.peak_reserved_bytes
     for s in data["segments"]:
