@@ -27,7 +27,7 @@ PAGE_NEEDS: Final = {"altair": "altair", "vl_convert": "vl-convert-python", "jin
 
 # In a long help, under which heading an option stands; those that stand here nowhere come first.
 HEADINGS: Final = {
-    "The step": "seq_len image_size dtype amp optimizer optimizer_impl dropout task attention seed",
+    "The step": "seq_len image_size dtype amp optimizer dropout task attention seed",
     "The loop": "zero_grad clip_grad_norm accumulate release_gradients join_loss",
     "The device": "memory context alloc_conf budget_of",
     "What a plan may change": "allow levers host_memory host_bandwidth max_gradient_error errors",

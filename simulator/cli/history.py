@@ -51,11 +51,9 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
     out.say(f"explaining {what}")
     found = why(source, asked)
     if out.report is not None:
-        from simulator.report.history import MOST_ROWS as ON_A_PAGE
         from simulator.report.history import write_history
 
-        title = f"{what}: why it needs this memory"
-        write_history(out.report, title, found.sentences(), [found.history], found.tables(ON_A_PAGE))
+        write_history(out.report, f"{what}: why it needs this memory", found, found.history)
     tables = (line for t in found.tables(MOST_ROWS) for line in ["", *t.lines()])
     lines = [*found.sentences(), *found.history.notes, *tables]
     out.show(found.to_json, lambda: "\n".join(lines))
@@ -108,11 +106,9 @@ def diff_command(before: str, after: str, words: Words, trace: str | None, out: 
     ]
     found = Diff(before=runs[0].history, after=runs[1].history)
     if out.report is not None:
-        from simulator.report.history import MOST_ROWS as ON_A_PAGE
         from simulator.report.history import write_history
 
-        title, both = f"{before} and {after}", [found.before, found.after]
-        write_history(out.report, title, (), both, found.tables(ON_A_PAGE))
+        write_history(out.report, f"{before} and {after}", found, found.before, found.after)
     notes = dict.fromkeys((*found.before.notes, *found.after.notes))
     out.show(
         found.to_json,

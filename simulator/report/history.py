@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from simulator.history.diff import Diff
 from simulator.history.run import History
+from simulator.history.why import Why
 from simulator.report import charts
 from simulator.report.page import Chart, Page, Section, Text, warned, write_page
-from simulator.show.tables import Table
 
 MOST_ROWS = 150
 
 
-def write_history(
-    path: str | Path, title: str, sentences: Iterable[str], runs: Sequence[History], tables: Iterable[Table]
-) -> Path:
+def write_history(path: str | Path, title: str, found: Why | Diff, *runs: History) -> Path:
     """Write the page, whole or not at all; raises EnvironmentProblem if a package that reports need is missing."""
+    sentences = found.sentences() if isinstance(found, Why) else ()
     notes = dict.fromkeys(note for h in runs for note in h.notes)
     curves = {f"{k}. {h.name}" * (len(runs) > 1) or h.name: h.curve for k, h in enumerate(runs, 1)}
     picture = Chart(
@@ -24,4 +23,6 @@ def write_history(
     )
     answer = Section("Answer", (*map(Text, sentences), *warned(notes), picture))
     kinds = ", ".join(h.kind for h in runs)
-    return write_page(path, Page(title, kinds, (answer, Section("In figures", tuple(tables)))))
+    return write_page(
+        path, Page(title, kinds, (answer, Section("In figures", tuple(found.tables(MOST_ROWS)))))
+    )

@@ -71,9 +71,11 @@ class Traced:
         measured = any(word.partition("=")[0] == "--device" for word in self.words)
         some = 1 if measured else 2
         jobs = [self._job(sorted(new[k : k + some])) for k in range(0, len(new), some)]
-        with self._pool(1 if measured else AT_ONCE) as pool:
-            for _ in pool.map(run_trace, *zip(*jobs, strict=True)) if jobs else ():
-                say("traced")
+        if jobs:
+            say(f"tracing {', '.join(what for _, what in jobs)}")
+            with self._pool(1 if measured else AT_ONCE) as pool:
+                for _ in pool.map(run_trace, *zip(*jobs, strict=True)):
+                    say("traced")
         return [found[n] if n in found else load(self.path(n)) for n in batch_sizes]
 
     def _job(self, sizes: list[int]) -> tuple[list[str], str]:

@@ -62,15 +62,14 @@ def with_times(trace: Trace, path: Path) -> Timed:
             f"{path}: a profile of another step: fewer than half of the {len(ops)} ops of {trace.meta.model} are in it "
             "as often. Profile whole steps of the loop that was traced, with the same model and batch."
         )
-    turn, times = Counter[str](), list(ops.time_ns)
+    turn, estimated, times, count = Counter[str](), Counter[str](), list(ops.time_ns), 0
     for i, name in enumerate(names):
         if name in whole and not ops.flags[i] & VIEW:
             times[i] = round(median(measured[name][turn[name] :: wanted[name]]))
+            count += 1
+        elif not ops.flags[i] & VIEW:
+            estimated[name] += times[i]
         turn[name] += 1
-    estimated = Counter[str]()
-    for name, flags, time_ns in zip(names, ops.flags, times, strict=True):
-        estimated[name] += 0 if flags & VIEW or name in whole else time_ns
-    count = sum(name in whole and not flags & VIEW for name, flags in zip(names, ops.flags, strict=True))
     meta = replace(trace.meta, profile=f"{path.name}, {steps} step{'s' * (steps > 1)}")
     missed = tuple(name for name, time_ns in estimated.most_common() if time_ns)
     return Timed(replace(trace, meta=meta, ops=replace(ops, time_ns=tuple(times))), steps, count, missed)
