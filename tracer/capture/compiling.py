@@ -79,6 +79,8 @@ def _alone(function: Any) -> Any:
 
 
 _numbers: Final = itertools.count(1)
+# Torch 2.11 cannot write down its settings with the functions of `_logs` among them, and says so in twenty lines.
+logging.getLogger("torch._dynamo.metrics_context").disabled = True
 
 
 def _logs() -> set[Any]:

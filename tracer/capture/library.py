@@ -62,15 +62,20 @@ def record_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def _checks_as_ops() -> Iterator[None]:
     """What a library has torch check of a tensor's values, as that its images have as many tokens as features, is an op
-    of the graph, and no number that Python reads."""
+    of the graph, and no number that Python reads. Nothing is exported."""
 
     def check(cond: torch.Tensor, message: Any = None) -> None:
         torch.ops.aten._assert_async.msg(
             torch.ops.aten._is_all_true.default(cond), "a check of the model failed"
         )
 
-    with replaced(torch, _check_tensor_all=check):
+    with replaced(torch, _check_tensor_all=check), replaced(torch.compiler, is_exporting=_no):
         yield
+
+
+def _no() -> bool:
+    """Whether torch exports: dynamo of torch 2.11 says so of every capture, and transformers then makes each mask."""
+    return False
 
 
 @contextlib.contextmanager
