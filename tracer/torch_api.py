@@ -93,6 +93,7 @@ USED: Final = {
     "dynamo_config": "torch._dynamo.config",
     "backend_aot_autograd": "torch._dynamo.backends.common:aot_autograd",
     "choosing_among": "torch._inductor.select_algorithm:add_preprocessing_fn",
+    "pad_mm": "torch._inductor.fx_passes.pad_mm",
     # ranks that are not there
     "FakeProcessGroup": "torch._C:_distributed_c10d.FakeProcessGroup",
     "new_process_group_helper": "torch.distributed.distributed_c10d:_new_process_group_helper",

@@ -46,14 +46,11 @@ class DeviceMemory:
         }
 
     def room(self) -> str:
-        """`A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed): 39.50 GiB to use`."""
-        from traces.devices import CONTEXT_BYTES
-
+        """`A100-40: 40.00 GiB, less 704.00 MiB for the CUDA context: 39.31 GiB to use`."""
         size = show_bytes(self.memory_bytes)
         text = self.name if self.name.endswith(size) else f"{self.name}: {size}"
         if self.context_bytes:
-            assumed = " (assumed)" if self.context_bytes == CONTEXT_BYTES else ""
-            text += f", less {show_bytes(self.context_bytes)} for the CUDA context{assumed}"
+            text += f", less {show_bytes(self.context_bytes)} for the CUDA context"
         if self.reserve_bytes:
             text += f", less {show_bytes(self.reserve_bytes)} in reserve"
         less = self.usable_bytes != self.memory_bytes

@@ -147,6 +147,30 @@ while True:
         rehearse(train, "h100", options={"batch_size": 2})
 
 
+def test_steps_that_fit_records_are_no_iterations(tmp_path: Path) -> None:
+    text = dedent(
+        """
+        import torch
+        from executor import fit
+        from net import build
+
+        net, x, loss, _ = build()
+        net, x = net.cuda(), x.cuda()
+        optimizer = torch.optim.Adam(net.parameters())
+        net = fit(net, x, loss=loss, optimizer=optimizer, budget="1GiB", say=lambda line: None)
+        for _ in range(3):
+            loss(net(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    )
+    (tmp_path / "net.py").write_text(STEP)
+    first, second = rehearse(script(tmp_path, text), "h100", iterations=2).iterations
+    assert set(second.phases) == {"forward", "backward", "optimizer"}
+    # Adam's state, which no step on fake tensors makes.
+    assert second.peaks.requested_bytes - first.phases["forward"].requested_bytes > 2 * 4 * 2 * 1024 * 4096
+
+
 @pytest.mark.slow
 def test_a_script_without_steps_and_one_that_fails_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -37,6 +37,7 @@ REPLACED = {
     "torch._check_tensor_all": "cond message",
     "torch._dynamo.variables.RandomVariable.__init__": "self rand seed *kwargs",
     "torch.clear_autocast_cache": "?",
+    "torch.compiler.is_exporting": "",
     "torch.compile": "model fullgraph dynamic backend ...",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",
     "torch.nn.Module._apply": "self fn recurse",
@@ -44,12 +45,13 @@ REPLACED = {
     "torch.Tensor.__deepcopy__": "self memo",
     "torch.nn.Parameter.__deepcopy__": "self memo",
 }
-# Private values that are read where they are: torch changes them, or they are methods of a public class.
+# Private values that are where they are: torch changes them, they are a switch, or methods of a public class.
 READ = {
     "torch.autograd.forward_ad._current_level",
     "torch.nn.Module._call_impl",
     "torch.nn.Module._wrapped_call_impl",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
+    "torch._inductor.fx_passes.pad_mm._skip_do_bench_times",
 }
 # Private attributes of objects of torch, transformers and Python. Those that Lowtide's own objects have too, such as
 # _parameters, do not show.

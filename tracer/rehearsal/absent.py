@@ -143,12 +143,6 @@ class Answering(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._kept.pop(key, None) is not None
 
-    def num_keys(self) -> int:
-        return len(self._kept)
-
-    def set_timeout(self, timeout: Any) -> None:
-        """Nobody waits."""
-
     def clone(self) -> Any:
         return self
 

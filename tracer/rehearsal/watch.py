@@ -33,6 +33,7 @@ from tracer.rehearsal.record import (
 )
 from tracer.step.loop import Enough, Phases
 from tracer.torch_api import (
+    FakeTensor,
     bindings,
     cuda_memory_snapshot,
     record_memory_history,
@@ -146,6 +147,8 @@ class Watch:
             del masks
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        if any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"]):
+            return  # `fit` records a step
         self._owned |= owned_by(optimizer)
         self._owned_us = _now_us()
         if not self._most:
@@ -244,14 +247,9 @@ class Watch:
 _READ: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong, ctypes.c_int)
 
 
-def driver_library() -> str:
-    """Where the null driver is that this process runs on."""
-    return os.environ["LD_PRELOAD"].split(os.pathsep)[0]
-
-
 def null_driver() -> Any:
     """The null driver that this process runs on, as ctypes sees it."""
-    driver = ctypes.CDLL(driver_library())
+    driver = ctypes.CDLL(os.environ["LD_PRELOAD"].split(os.pathsep)[0])
     driver.null_missing_names.restype = driver.null_assumed_names.restype = ctypes.c_char_p
     driver.null_on_read.argtypes = [_READ]
     driver.null_communicators.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
@@ -280,8 +278,8 @@ def _now_us() -> int:
 
 
 def untimed(compiling: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.compile` so that Inductor's autotuning takes the first choice that compiles, and times none: here
-    all take the same time, and Inductor took the first of them. That is ATen's own kernel where it is among them.
+    """Return `torch.compile` so that Inductor's autotuning takes the first choice that compiles, ATen's own where it is
+    among them, and times none; matrices that it might pad for tensor cores are padded, as on an H200.
 
     Counts: what the chosen kernel asks for. Ignores: what timing the others asks for in a program's first run.
     """
@@ -297,9 +295,10 @@ def untimed(compiling: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _take_first() -> None:
-    from tracer.torch_api import choosing_among
+    from tracer.torch_api import choosing_among, pad_mm
 
     choosing_among(first_that_compiles)
+    pad_mm._skip_do_bench_times = True
 
 
 def first_that_compiles(choices: Sequence[Any]) -> Sequence[Any]:
