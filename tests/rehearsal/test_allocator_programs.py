@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 RELEASE = "2.15.0"  # the recordings of older ones are of programs that were drawn otherwise
-THEN, NOW = 0x7F0000000000, 0x200000000000  # where segments lay in the recordings, and lie now
+THEN, NOW = 0x7F0000000000, 0x2F0000000000  # where segments lay in the recordings, and lie now
 
 
 def read(path: Path) -> list[dict[str, Any]]:

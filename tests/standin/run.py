@@ -22,7 +22,7 @@ from traces.devices import device
 @click.argument("out", type=Path)
 @click.option("--programs", "count", default=24)
 def main(out: Path, count: int) -> None:
-    gpu = replace(device("h100"), memory_bytes=TOTAL_BYTES)
+    gpu = replace(device("a100-80"), memory_bytes=TOTAL_BYTES)
     env = {**os.environ, **driver_environment(find_cuda_torch(), gpu, devices=2)}
     with tempfile.TemporaryDirectory() as name:
         plain = Path(name) / "out.pickle"
