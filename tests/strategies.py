@@ -94,13 +94,9 @@ def goes_after(of: Trace, s: int) -> list[int]:
 
 
 @st.composite
-def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True, rich: bool = True) -> tuple[Action, ...]:
-    """Valid actions for a trace: recomputed candidates and links, retained, evicted again and not, and saved links.
-
-    Args:
-        repeats: whether what came back may be evicted again.
-        rich: whether saved values may be evicted, and any value while forward runs.
-    """
+def actions(draw: st.DrawFn, of: Trace, *, rich: bool = True) -> tuple[Action, ...]:
+    """Valid actions for a trace: recomputed candidates and links, retained, evicted again and not, and saved links;
+    `rich`: saved values may be evicted as well, and any value while forward runs."""
     facts = Facts(of)
     out = []
     for s in range(len(of.storages)):
@@ -114,7 +110,7 @@ def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True, rich: bool = Tr
             continue
         after = [c for c in goes_after(of, s) if rich or c >= facts.turn]
         evictions = []
-        if after and not facts.outside[s] and (kind == RECOMPUTE or rich) and repeats:
+        if after and not facts.outside[s] and (kind == RECOMPUTE or rich):
             evictions = draw(st.lists(st.sampled_from(after), max_size=2, unique=True))
         retain = draw(YES_OR_NO) if kind == RECOMPUTE or evictions else True
         out.append(Action(storage=s, recipe=kind, retain=retain, evict_after=tuple(sorted(evictions))))
