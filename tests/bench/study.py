@@ -4,28 +4,22 @@ python -m tests.bench.study -o study.html [--svg study.svg] [--gallery FOLDER] [
 
 The page has what Harvard's CS265 systems project asks for (activation checkpointing by μ-TWO): what a step computes
 and holds, first and last uses, the parts of the peak, peak and latency against the batch size with and without
-checkpointing. Beyond that it sets every planner beside the certified bound, and says what of the search matters.
+checkpointing. Beyond that it sets every planner beside the certified bound.
 `--svg` writes its main chart as a picture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import click
 
 from simulator.bounds import bounder_of
-from simulator.core.limits import Levers
 from simulator.core.problem import Problem, peak_by_category
-from simulator.levers import UNASKED
-from simulator.planners import mu_two, search
-from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import where
 from simulator.prediction.ask import Answer, ask, question
 from simulator.prediction.loop_peaks import peaks_table
@@ -147,12 +141,10 @@ class Study:
             found.setdefault(path.parent.name, {})[int(measured.options["batch_size"])] = measured
         return {folder: dict(sorted(of.items())) for folder, of in found.items()}
 
-    def ask(self, step: Step, planner: str, budget: str, levers: Levers | None = None) -> Answer:
-        """A planner's answer, by recomputation alone where no levers are given."""
+    def ask(self, step: Step, planner: str, budget: str) -> Answer:
+        """A planner's answer, by recomputation alone."""
         click.echo(f"{step.title}, {budget}, {planner}", err=True)
-        asks = question(budget, planner=planner, seconds=self.seconds)
-        asks = asks.of_planner() if levers is None else replace(asks, levers=levers)
-        return ask(step.problem, asks)
+        return ask(step.problem, question(budget, planner=planner, seconds=self.seconds).of_planner())
 
     @cached_property
     def answers(self) -> dict[tuple[str, int, str, str], Answer]:
@@ -175,7 +167,6 @@ class Study:
             "Peak breakdown": breakdown(self),
             "Peak memory and latency against batch size": against_batch(self),
             "Planners beside the bound": beside_the_bound(self),
-            "What of the search matters": ablations(self),
             "What was measured where": (measured_where(self),),
         }
         names = " and ".join(TITLES.get(s.model, s.model) for s in self.looked_into)
@@ -503,80 +494,7 @@ def added_table(study: Study, step: Step) -> Table:
     )
 
 
-# 7. Ablations
-
-
-def as_it_is(greedy: Search, state: Any) -> Found:
-    return Found(state=state, time_ns=greedy.evaluator.cost(state)[1])
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A planner of which parts (module, name) are exchanged, or that may change the step as well."""
-
-    parts: tuple[tuple[Any, str, Callable[..., Any]], ...] = ()
-    planner: str = "search"
-    levers: Levers | None = None
-
-
-STILL: Final = (search, "anneal", lambda greedy, best, *_: best)
-UNTIDY: Final = (mu_two, "tidy", as_it_is)
-WITHOUT: Final = {
-    "search, whole": Variant(),
-    "without annealing": Variant((STILL,)),
-    "without the greedy's start": Variant(((search, "cheapest", lambda greedy: None),)),
-    "without tidying": Variant((UNTIDY, (search, "tidy", as_it_is))),
-    "without exchanges": Variant(((mu_two, "exchanged", lambda greedy, found: found),)),
-    "greedy alone: nor annealing, nor tidying": Variant((STILL, UNTIDY)),
-}
-ALL_BITS: Final = Levers(kinds=tuple(k for k in (*UNASKED, "offload") if k != "tile"))
-WITH: Final = {
-    "with masks and indices in fewer bytes": Variant(levers=Levers()),
-    "with those and copies to host memory": Variant(levers=ALL_BITS),
-    "μ-TWO as printed, swaps as well": Variant(planner="mu-two-swap"),
-    "μ-TWO corrected, copies as well": Variant(planner="mu-two", levers=Levers(kinds=("offload",))),
-}
-
-
-def ablations(study: Study) -> tuple[Block, ...]:
-    text = (
-        "The search is μ-TWO's greedy, corrected, then simulated annealing from its plan, then tidying (what can be is "
-        "saved again, and by exchanges cheap values make room for dear ones). Each row lacks one of these, or two. A "
-        "search that runs out of time (those without the greedy's start do) gets further on a faster machine."
-    )
-    more = (
-        "Beyond recomputation: these change the step as well, so the bound above does not hold for them. Copies to "
-        "host memory take what rules of thumb for PCI Express say."
-    )
-    parts = [Text(text), *(_variants(study, step, WITHOUT) for step in study.looked_into)]
-    return *parts, Text(more), *(_variants(study, step, WITH) for step in study.looked_into)
-
-
-def _variants(study: Study, step: Step, variants: Mapping[str, Variant]) -> Table:
-    rows: dict[str, dict[str, Answer]] = {}
-    for name, v in variants.items():
-        with ExitStack() as stack:
-            for part in v.parts:
-                stack.enter_context(patch.object(*part))
-            rows[name] = {b: study.ask(step, v.planner, b, v.levers) for b in study.budgets}
-
-    def cell(name: str, budget: str) -> Cell:
-        value = added(rows[name][budget])
-        return no("none") if value is None else percent_cell(value, signed=True)
-
-    return table(
-        rows,
-        (
-            ("", "", str),
-            *((b, NUMBER, lambda name, b=b: cell(name, b)) for b in study.budgets),
-            ("solve time", "time", lambda name: 1e9 * sum(a.solve_seconds for a in rows[name].values())),
-        ),
-        caption=f"{step.title}: added time by budget; solve time of all budgets together, on the machine that made "
-        f"this page{step.source}",
-    )
-
-
-# 8. Provenance
+# 7. Provenance
 
 
 def measured_where(study: Study) -> Table:
@@ -593,7 +511,7 @@ def measured_where(study: Study) -> Table:
         (
             ("in the gallery", CODE, lambda row: row[0]),
             ("batch sizes", "", lambda row: ", ".join(str(s.batch) for s in row[1])),
-            ("sections", "", lambda row: "5" if row[0] in study.measured else "2 to 7"),
+            ("sections", "", lambda row: "5" if row[0] in study.measured else "2 to 6"),
             ("memory", "", lambda row: figures_from(row[1][0].trace.meta)),
             ("op times", "", lambda row: row[1][0].trace.meta.times),
             ("torch", "", lambda row: row[1][0].trace.meta.torch_version),
