@@ -1,11 +1,10 @@
 """The study of the course as one page: ResNet-152 and BERT, from the gallery's traces; nothing is traced or run anew.
 
-python -m tests.bench.study -o study.html [--svg study.svg] [--gallery FOLDER] [--budgets 90%,60%] [--seconds 2]
+python -m tests.bench.study -o study.html [--svg study.svg]
 
 The page has what Harvard's CS265 systems project asks for (activation checkpointing by μ-TWO): what a step computes
 and holds, first and last uses, the parts of the peak, peak and latency against the batch size with and without
-checkpointing. Beyond that it sets every planner beside the certified bound.
-`--svg` writes its main chart as a picture.
+checkpointing. Beyond that it sets every planner beside the certified bound. `--svg` writes its main chart as a picture.
 """
 
 from __future__ import annotations
@@ -62,6 +61,9 @@ IN_WORDS: Final = {"mu-two-paper": "μ-TWO as printed", "mu-two": "μ-TWO correc
 BOUND: Final = "certified bound"
 TITLES: Final = {"resnet152": "ResNet-152", "bert-base": "BERT-base"}
 DETAILED: Final = {"resnet152": 32, "bert-base": 16}  # the batch sizes that are looked into
+GALLERY: Final = Path("traces/gallery")
+BUDGETS: Final = ("90%", "80%", "70%", "60%", "50%", "45%", "40%")  # shares of the peak
+SECONDS: Final = 2.0  # of a search, for each budget
 ONE: Final = "60%"  # the budget where one is enough
 MOST_BARS: Final = 300
 MOST_KINDS: Final = 10
@@ -108,20 +110,17 @@ class Step:
         return f" [memory {memory}; times by {self.trace.meta.times}]"
 
 
-@dataclass(frozen=True)
 class Study:
     """What the page is made of."""
-
-    gallery: Path
-    budgets: tuple[str, ...]
-    seconds: float
 
     @cached_property
     def steps(self) -> list[Step]:
         """Every step of the gallery's sweeps for a GPU, by model and batch. Raises SpecError: there is none."""
-        paths = [path for path in self.gallery.glob("*-h200/trace-b*") if path.is_dir()]
+        paths = [path for path in GALLERY.glob("*-h200/trace-b*") if path.is_dir()]
         if not paths:
-            raise SpecError(f"{self.gallery} holds no sweeps for a GPU (*-h200/trace-b*); give the gallery.")
+            raise SpecError(
+                f"{GALLERY} holds no sweeps for a GPU (*-h200/trace-b*); run this where the gallery is."
+            )
         found = [Step(path.parent.name.rpartition("-")[0], path, load(path)) for path in paths]
         return sorted(found, key=lambda s: (s.model != "resnet152", s.model, s.batch))
 
@@ -136,7 +135,7 @@ class Study:
     def measured(self) -> dict[str, dict[int, Measurement]]:
         """What was measured on a CPU, by folder and batch size."""
         found: dict[str, dict[int, Measurement]] = {}
-        for path in sorted(self.gallery.glob("*-cpu/measurement-b*.json"), reverse=True):
+        for path in sorted(GALLERY.glob("*-cpu/measurement-b*.json"), reverse=True):
             measured = Measurement.load(path)
             found.setdefault(path.parent.name, {})[int(measured.options["batch_size"])] = measured
         return {folder: dict(sorted(of.items())) for folder, of in found.items()}
@@ -144,7 +143,7 @@ class Study:
     def ask(self, step: Step, planner: str, budget: str) -> Answer:
         """A planner's answer, by recomputation alone."""
         click.echo(f"{step.title}, {budget}, {planner}", err=True)
-        return ask(step.problem, question(budget, planner=planner, seconds=self.seconds).of_planner())
+        return ask(step.problem, question(budget, planner=planner, seconds=SECONDS).of_planner())
 
     @cached_property
     def answers(self) -> dict[tuple[str, int, str, str], Answer]:
@@ -152,7 +151,7 @@ class Study:
         return {
             (step.model, step.batch, budget, planner): self.ask(step, planner, budget)
             for step in self.steps
-            for budget in dict.fromkeys((ONE, *(self.budgets if step in self.looked_into else ())))
+            for budget in dict.fromkeys((ONE, *(BUDGETS if step in self.looked_into else ())))
             for planner in PLANNERS
         }
 
@@ -242,7 +241,7 @@ def by_kind(step: Step) -> Table:
             ("kind of op", CODE, lambda row: row[0]),
             ("runs", "count", lambda row: row[1][0]),
             ("time", "time", lambda row: row[1][1]),
-            ("share of time", "share", lambda row: 100 * row[1][1] / max(1, whole[1])),
+            ("share of time", "share", lambda row: 100 * row[1][1] / whole[1]),
             ("GFLOP", "count", lambda row: round(row[1][2] / 1e9, 1)),
             ("bytes moved", "bytes", lambda row: row[1][3]),
             ("bytes made", "bytes", lambda row: row[1][4]),
@@ -258,11 +257,8 @@ def by_kind(step: Step) -> Table:
 def lifetimes(study: Study) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for step in study.looked_into:
-        found, whole_ns = activations(step.problem), max(1, step.trace.time_ns)
-        if not found:
-            blocks.append(Text(f"{step.title}: forward saves nothing for backward."))
-            continue
-        total = max(1, sum(a.nbytes for a in found))
+        found, whole_ns = activations(step.problem), step.trace.time_ns
+        total = sum(a.nbytes for a in found)
         half = sum(a.nbytes for a in found if 2 * a.idle_ns >= whole_ns)
         text = (
             f"{step.title}: forward saves {len(found):,} activations, {show_bytes(total)}. The first that are made are "
@@ -417,10 +413,10 @@ def small_multiples(study: Study, steps: Sequence[Step], is_bytes: bool) -> dict
 def beside_the_bound(study: Study) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for step in study.looked_into:
-        made = {p: sum(study.found(step, p, b).found is not None for b in study.budgets) for p in PLANNERS}
+        made = {p: sum(study.found(step, p, b).found is not None for b in BUDGETS) for p in PLANNERS}
         floor = bounder_of(step.problem).floor
         text = (
-            f"{step.title}: of {len(study.budgets)} budgets, "
+            f"{step.title}: of {len(BUDGETS)} budgets, "
             f"{', '.join(f'{named(p)} meets {n}' for p, n in made.items())}. "
             f"No plan at all can go below {show_percent(100 * floor.peak_bytes / step.peak_bytes, digits=1)} of "
             f"the peak with everything saved, which {where(step.trace, floor.op)} needs."
@@ -453,7 +449,7 @@ def least(answer: Answer) -> float | None:
 def added_time(study: Study, step: Step) -> dict[str, Any]:
     """A line for each planner, over what the bound rules out."""
     alt = needed("altair")
-    shares = {b: float(b.rstrip("%")) for b in study.budgets}
+    shares = {b: float(b.rstrip("%")) for b in BUDGETS}
     rows, ruled_out = [], []
     for budget, share in shares.items():
         if (value := least(study.found(step, budget=budget))) is not None:
@@ -487,10 +483,10 @@ def added_table(study: Study, step: Step) -> Table:
         [BOUND, *PLANNERS],
         (
             ("planner", "", lambda p: named(p)),
-            *((b, NUMBER, lambda p, b=b: cell(p, b)) for b in study.budgets),
+            *((b, NUMBER, lambda p, b=b: cell(p, b)) for b in BUDGETS),
         ),
         caption=f"{step.title}: added time by budget. Red: no plan within the budget. Each search had "
-        f"{study.seconds:g} s of one processor{step.source}",
+        f"{SECONDS:g} s of one processor{step.source}",
     )
 
 
@@ -503,7 +499,7 @@ def measured_where(study: Study) -> Table:
         of.setdefault(s.path.parent.name, []).append(s)
     ran = dict.fromkeys(of, "nothing was run")
     for folder, found in study.measured.items():
-        paths = {batch: study.gallery / folder / f"trace-b{batch}" for batch in found}
+        paths = {batch: GALLERY / folder / f"trace-b{batch}" for batch in found}
         of[folder] = [Step(found[batch].model, path, load(path)) for batch, path in paths.items()]
         ran[folder] = "eager, save-all and plan"
     return table(
@@ -525,18 +521,10 @@ def measured_where(study: Study) -> Table:
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The page.")
 @click.option("--svg", type=click.Path(path_type=Path), help="Its main chart, as a picture.")
-@click.option("--gallery", type=click.Path(path_type=Path), default=Path("traces/gallery"), show_default=True)
-@click.option(
-    "--budgets", default="90%,80%,70%,60%,50%,45%,40%", show_default=True, help="Shares of the peak."
-)
-@click.option("--seconds", type=float, default=2.0, show_default=True, help="Of a search, for each budget.")
-def main(output: Path, svg: Path | None, gallery: Path, budgets: str, seconds: float) -> None:
+def main(output: Path, svg: Path | None) -> None:
     """Make the page."""
-
     try:
-        if not all(b.strip().endswith("%") for b in budgets.split(",")):
-            raise SpecError(f"--budgets {budgets}: give shares of the peak such as 90%,60%.")
-        study = Study(gallery, tuple(b.strip() for b in budgets.split(",")), seconds)
+        study = Study()
         write_page(output, study.page())
         if svg:
             write_text(svg, picture({s.title: added_time(study, s) for s in study.looked_into}))
