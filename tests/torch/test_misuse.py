@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import pickle
 import random
 import threading
 import time
@@ -1004,18 +1003,6 @@ def a_deep_copy_trained_beside_it(m: Any) -> Any:
     return first, step(other), step(m), [p.grad for p in other.parameters()]
 
 
-@row()
-def an_average_of_the_weights_by_hand(m: Any) -> Any:
-    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
-    average = {k: v.clone() for k, v in m.state_dict().items()}
-    for k in range(3):
-        step(m, batch(k), optimizer)
-        for name, v in m.state_dict().items():
-            average[name].mul_(0.5).add_(v, alpha=0.5) if v.is_floating_point() else average[name].copy_(v)
-    m.load_state_dict(average)
-    return step(m)
-
-
 class AsksForItsGradient(Net):
     def forward(self, x: Any) -> Any:
         return super().forward(x.requires_grad_())
@@ -1044,29 +1031,6 @@ def a_directional_derivative(m: Any) -> Any:
         warnings.simplefilter("ignore")  # torch's own way there is deprecated in torch
         x = forward_ad.make_dual(batch(), torch.ones(6, 8))
         return forward_ad.unpack_dual(m(x)).tangent
-
-
-@row()
-def gradients_set_to_zero_and_to_none(m: Any) -> Any:
-    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
-    for k in range(4):
-        step(m, batch(k))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=bool(k % 2))
-    return optimizer.state_dict()
-
-
-@row()
-def a_scheduler_and_clipped_gradients(m: Any) -> Any:
-    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
-    scheduler, losses = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), []
-    for k in range(4):
-        losses.append(step(m, batch(k)))
-        nn.utils.clip_grad_norm_(m.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    return losses
 
 
 @row()
@@ -1100,22 +1064,6 @@ def a_closure_that_lbfgs_calls(m: Any) -> Any:
         return loss
 
     return [optimizer.step(closure).item() for _ in range(2)]
-
-
-@row()
-def first_order_inner_steps_by_functional_call(m: Any) -> Any:
-    optimizer, losses = torch.optim.SGD(m.parameters(), lr=1e-3), []
-    for k in range(2):
-        weights = dict(m.named_parameters())
-        inner = total(torch.func.functional_call(m, weights, (batch(k),)))
-        changes = torch.autograd.grad(inner, list(weights.values()))
-        weights = {n: p - 1e-3 * g for (n, p), g in zip(weights.items(), changes, strict=True)}
-        loss = total(torch.func.functional_call(m, weights, (batch(k + 9),)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @row(net=Shallow)
@@ -1631,12 +1579,6 @@ rows(
     an_argument_is_asked_for_its_gradient=lambda m: (x := batch(), step(m, x), x.grad),
 )
 rows("another graph", used_twice_in_one_loss=lambda m: total(m(m(batch()))).backward())
-rows(
-    net=Shallow,
-    a_pickle_trained_beside_it=lambda m: [
-        (step(n), [p.grad for p in n.parameters()], step(m)) for n in [pickle.loads(pickle.dumps(m))]
-    ],
-)
 rows("cannot be captured by torch.compile", net=WithGenerator, a_generator_of_one_s_own=drawn)
 rows("cannot be captured", net=GeluAndDice, a_generator_beside_gelu=drawn)
 rows(
