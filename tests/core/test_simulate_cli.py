@@ -75,13 +75,6 @@ def test_a_step_without_memory_or_ops_is_answered(tmp_path: Path) -> None:
     assert json.loads(front.stdout)["smallest_peak_bytes"] == 0
 
 
-@pytest.mark.parametrize("planner", REGISTRY)
-def test_every_planner_by_name(network: Path, planner: str) -> None:
-    answer = json.loads(simulate(network, "--budget", "500%", "--planner", planner, "--json").stdout)
-    assert answer["planner"] == planner
-    assert answer["feasible"]
-
-
 def test_a_budget_that_cannot_be_met(network: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     words = (network, "--budget", "1%", "--device-memory", "1GiB", "-o", output)

@@ -136,13 +136,6 @@ def test_an_output_in_a_place_that_is_none(folder: Path) -> None:
     assert litter(folder) == ["file"]
 
 
-def test_a_forced_trace_that_fails_leaves_the_old_one(folder: Path) -> None:
-    assert call(trace, MLP, "-o", "out").exit_code == 0
-    before = {p: p.read_bytes() for p in Path("out").iterdir()}
-    refused(call(trace, small_nets.spec("branching"), "-o", "out", "--force"))
-    assert {p: p.read_bytes() for p in Path("out").iterdir()} == before
-
-
 def test_json_is_one_object_on_stdout(folder: Path) -> None:
     result = call(trace, MLP, "-o", "out", "--json")
     answer = json.loads(result.stdout)
