@@ -140,20 +140,18 @@ class Study:
             found.setdefault(path.parent.name, {})[int(measured.options["batch_size"])] = measured
         return {folder: dict(sorted(of.items())) for folder, of in found.items()}
 
-    def ask(self, step: Step, planner: str, budget: str) -> Answer:
-        """A planner's answer, by recomputation alone."""
-        click.echo(f"{step.title}, {budget}, {planner}", err=True)
-        return ask(step.problem, question(budget, planner=planner, seconds=SECONDS).of_planner())
-
     @cached_property
     def answers(self) -> dict[tuple[str, int, str, str], Answer]:
-        """By model, batch, budget and planner: for one budget of all steps, for all of those looked into."""
-        return {
-            (step.model, step.batch, budget, planner): self.ask(step, planner, budget)
-            for step in self.steps
-            for budget in dict.fromkeys((ONE, *(BUDGETS if step in self.looked_into else ())))
-            for planner in PLANNERS
-        }
+        """By model, batch, budget and planner, by recomputation alone: for one budget of all steps, for all budgets of
+        those looked into."""
+        found = {}
+        for step in self.steps:
+            for budget in dict.fromkeys((ONE, *(BUDGETS if step in self.looked_into else ()))):
+                click.echo(f"{step.title}, {budget}", err=True)
+                for planner in PLANNERS:
+                    asked = question(budget, planner=planner, seconds=SECONDS).of_planner()
+                    found[step.model, step.batch, budget, planner] = ask(step.problem, asked)
+        return found
 
     def found(self, step: Step, planner: str = "search", budget: str = ONE) -> Answer:
         return self.answers[step.model, step.batch, budget, planner]
