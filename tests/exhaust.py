@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
 from math import prod
+from typing import Any
 
 from tests.tiny import Op, trace
 from traces.records.plan import RECOMPUTE, SAVE, Action
@@ -295,16 +296,9 @@ def plans(
     return [tuple(a for a in chosen if a is not None) for chosen in product(*options)]
 
 
-def frontier(
-    of: Trace,
-    *,
-    drops: int = 0,
-    anywhere: bool = False,
-    most: int = 4_000,
-    drawn: random.Random | None = None,
-) -> dict[int, int] | None:
+def frontier(of: Trace, **how: Any) -> dict[int, int] | None:
     """Peak -> the least added time of a plan with that peak, over all `plans`; None if these are too many."""
-    every = plans(of, drops=drops, anywhere=anywhere, most=most, drawn=drawn)
+    every = plans(of, **how)
     if every is None:
         return None
     facts = Facts(of)

@@ -82,11 +82,7 @@ def test_exact_formats_train_bit_for_bit_in_the_predicted_bytes(
     problem = rewritten_problem(Problem(trace), plan.rewrites)
     predicted = problem.saved.timeline
     assert predicted.peak_allocated_bytes < Problem(trace).saved.timeline.peak_allocated_bytes
-    assert peak(plan, measurer, tmp_path) == predicted.peak_allocated_bytes
-
-
-def peak(plan: Plan, measurer: Measurer, tmp_path: Path) -> int:
-    return measurer.steady_peak(plan, tmp_path)
+    assert measurer.steady_peak(plan, tmp_path) == predicted.peak_allocated_bytes
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_lossy_formats_take_the_predicted_bytes(
     assert len(rewrites) == 2 if FORMATS[format].of_activations else len(rewrites) > 8
     plan = Plan(meta=trace.meta, rewrites=rewrites, exactness="approximate")
     predicted = rewritten_problem(Problem(trace), rewrites).saved.timeline
-    assert peak(plan, measurer, tmp_path) == predicted.peak_allocated_bytes
+    assert measurer.steady_peak(plan, tmp_path) == predicted.peak_allocated_bytes
 
 
 def test_a_plan_keeps_to_the_errors_that_were_measured_of_its_parts(trace: Trace) -> None:
