@@ -1,10 +1,11 @@
 """Step times that others measured on GPUs, beside those that the roofline predicts.
 
-python -m tests.bench.times [-o FILE.json]
+python -m tests.bench.times [-o FILE.json] [--table FILE.md]
 
 The rows are tests/published/times.csv: models of timm in their benchmark (AMP, SGD), and the transformers of Stanford's
 course CS336 (forward and backward, with or without the course's AdamW), by the mean step time that was published (see
-SOURCES). Every row is added to FILE as soon as it is there. Needs no GPU, and no CUDA build of torch.
+SOURCES). Every second row of each GPU is fitted: the efficiencies are chosen for these rows and judged on the others.
+Every row is added to FILE as soon as it is there. Needs no GPU, and no CUDA build of torch.
 
 Counts: the sum of the times of all ops, each by itself. Ignores: what the host takes to ask for them, which decides
 where a GPU is faster than Python; what is measured is then more than what is predicted.
@@ -13,17 +14,21 @@ where a GPU is faster than Python; what is measured is then more than what is pr
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import torch
 
 from tests.published.models import SIZES, AdamW, Transformer, cross_entropy
 from tracer import trace
-from tracer.costs.roofline import op_time_ns
-from traces.devices import device
+from tracer.costs import roofline
+from traces.devices import Device, device
 from traces.errors import LowtideError
 from traces.records.trace import VIEW, Trace
 
@@ -37,6 +42,21 @@ SOURCES = {
     "gao": "GAOYUEtianc/Stanford-CS336-assignments assignment2-systems/answers.md, an A100 PCIe; its float32 is TF32",
 }
 KEYS = ("model", "batch_size", "size", "types", "optimizer", "gpu")
+
+
+class Fit(NamedTuple):
+    """What of a device's peaks is reached, and microseconds that each op takes beside its work."""
+
+    compute: float
+    bandwidth: float
+    launch_us: float
+
+
+NOW = Fit(roofline.COMPUTE_EFFICIENCY, roofline.BANDWIDTH_EFFICIENCY, device("h100").launch_ns / 1e3)
+GRID = [
+    Fit(c / 20, b / 20, launch)
+    for c, b, launch in itertools.product(range(8, 20), range(6, 20), (0, 3, 5, 8, 12, 16, 20, 25))
+]
 
 
 def rows() -> list[dict[str, str]]:
@@ -69,39 +89,81 @@ def step_of(row: dict[str, str]) -> Trace:
     return trace(model, (ids, ids), loss=cross_entropy, optimizer=optimizer, target=row["gpu"], amp=amp)
 
 
-def predicted_ms(row: dict[str, str]) -> float:
-    """The sum of the times of the row's ops."""
-    board, ops = device(row["gpu"]), step_of(row).ops
-    tf32 = row["types"] == "tf32"
+def made(row: dict[str, str]) -> dict[str, Any]:
+    """What the row's ops are: how many, and of each its arithmetic and bytes."""
+    ops = step_of(row).ops
+    work = [
+        (f, b) for f, b, flags in zip(ops.flops, ops.bytes_moved, ops.flags, strict=True) if not flags & VIEW
+    ]
+    return {**{k: row[k] for k in KEYS}, "work": work}
+
+
+def seconds(work: np.ndarray, row: dict[str, str], fit: Fit) -> float:
+    """The sum of the ops' times: `tracer.costs.roofline.op_time_ns` with other efficiencies."""
+    board: Device = device(row["gpu"])
     types = {"": "float32", "tf32": "float32", "half": "float16"}.get(row["types"], row["types"])
-    work = zip(ops.flops, ops.bytes_moved, ops.flags, strict=True)
-    return (
-        sum(op_time_ns(f, moved, types, board, tf32=tf32) for f, moved, flags in work if not flags & VIEW)
-        / 1e6
-    )
+    peak = board.peak_flops_per_s(types, tf32=row["types"] == "tf32")
+    flops, moved = work.T
+    each = np.maximum(flops / (fit.compute * peak), moved / (fit.bandwidth * board.bandwidth_bytes_per_s))
+    return float(each.sum() + len(work) * fit.launch_us * 1e-6)
+
+
+def off(found: Iterable[dict[str, Any]], fit: Fit) -> list[float]:
+    """By how much predictions are above what was measured, in percent."""
+    return [100 * (1e3 * seconds(r["work"], r, fit) / float(r["ms"]) - 1) for r in found]
+
+
+def median(found: Iterable[dict[str, Any]], fit: Fit) -> float:
+    """The median of the errors' sizes, in percent."""
+    return statistics.median(map(abs, off(found, fit)))
+
+
+def halves(found: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every second row of each GPU, and the others."""
+    by_gpu = sorted(found, key=lambda r: r["gpu"])
+    groups = [list(g) for _, g in itertools.groupby(by_gpu, key=lambda r: r["gpu"])]
+    return [r for g in groups for r in g[::2]], [r for g in groups for r in g[1::2]]
 
 
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("times.json"))
-def main(output: Path) -> None:
+@click.option("--table", type=click.Path(path_type=Path), help="Write all rows as a Markdown table.")
+def main(output: Path, table: Path | None) -> None:
     """Record what is not in FILE yet, and print the errors."""
     there = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    errors: dict[str, list[float]] = {}
     for row in rows():
         key = " ".join(row[k] for k in KEYS)
         if key not in there:
             try:
-                there[key] = predicted_ms(row)
+                there[key] = made(row)
             except LowtideError as error:
                 click.echo(f"{key}: {error}", err=True)
                 continue
             output.write_text(json.dumps(there), encoding="utf-8")
-        off = 100 * (there[key] / float(row["ms"]) - 1)
-        click.echo(f"{key}: measured {row['ms']} ms, predicted {off:+.0f} %")
-        for of in (row["gpu"], "all"):
-            errors.setdefault(of, []).append(off)
-    for of, found in sorted(errors.items()):
-        click.echo(f"{of:9} {len(found):3} rows: median error {statistics.median(map(abs, found)):5.1f} %")
+    measured = {" ".join(row[k] for k in KEYS): row["ms"] for row in rows()}
+    for r in there.values():
+        r["work"] = np.asarray(r["work"], float)
+    found = [{**r, "ms": measured[key]} for key, r in there.items() if key in measured]
+    fitted, judged = halves(found)
+    best = min(GRID, key=lambda fit: median(fitted, fit))
+    lines = [f"{len(found)} rows; now {NOW}: median error {median(found, NOW):.1f} %"]
+    lines.append(
+        f"fitted {best}: {median(fitted, best):.1f} % on its half, {median(judged, best):.1f} % on the other"
+    )
+    for gpu in sorted({r["gpu"] for r in found}):
+        of = [r for r in found if r["gpu"] == gpu]
+        lines.append(
+            f"  {gpu:9} {len(of):3} rows: now {median(of, NOW):5.1f} %, fitted {median(of, best):5.1f} %"
+        )
+    click.echo("\n".join(lines))
+    if table:
+        head = "| step | GPU | measured, ms | now | fitted |\n|---|---|--:|--:|--:|\n"
+        body = [
+            f"| {r['model']} {r['batch_size']} x {r['size']} {r['types']} {r['optimizer']} | {r['gpu']} | {r['ms']} "
+            f"| {off([r], NOW)[0]:+.0f} % | {off([r], best)[0]:+.0f} % |"
+            for r in found
+        ]
+        table.write_text(head + "\n".join(body) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
