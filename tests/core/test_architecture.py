@@ -46,9 +46,9 @@ def test_each_module_is_one_sentence(path: Path) -> None:
 
 # Lines, and the most that there may be. These numbers only go down: who deletes lowers them.
 MOST_LINES = {
-    "product": (30_933, ("traces", "simulator", "tracer", "executor"), ".py"),
-    "tests": (29_247, ("tests",), ".py"),
-    "C": (1_466, ("tracer", "executor"), (".c", ".h")),
+    "product": (30_931, ("traces", "simulator", "tracer", "executor"), ".py"),
+    "tests": (29_242, ("tests",), ".py"),
+    "C": (1_413, ("tracer", "executor"), (".c", ".h")),
     "manuals": (879, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
 }
 

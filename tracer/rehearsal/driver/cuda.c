@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include "null.h"
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +20,7 @@
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600 };
 enum { UNREGISTERED, HOST, DEVICE };  // cudaMemoryType
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static __thread int device_now;
 
 // ---- what the device is -------------------------------------------------------------------------------------------
@@ -33,12 +32,6 @@ static struct {
 } gpu = {"no GPU", 9, 0, 132, 2048, 32, 233472, 232448, 52428800, 5120, 1980000, 2619000, 1, 80ull << 30, 0};
 static unsigned long long total[MAX_DEVICES], used[MAX_DEVICES];
 
-static int number(const char *key, int otherwise) {
-  char name[64];
-  snprintf(name, sizeof name, "LOWTIDE_NULL_%s", key);
-  const char *text = getenv(name);
-  return text ? atoi(text) : otherwise;
-}
 unsigned long long null_setting(const char *key, unsigned long long otherwise) {
   char name[64];
   snprintf(name, sizeof name, "LOWTIDE_NULL_%s", key);
@@ -49,16 +42,16 @@ static int binary;  // the capability that torch's kernels for this device were 
 __attribute__((constructor)) static void boot(void) {
   const char *name = getenv("LOWTIDE_NULL_NAME");
   if (name) snprintf(gpu.name, sizeof gpu.name, "%s", name);
-  gpu.major = number("MAJOR", gpu.major);
-  gpu.minor = number("MINOR", gpu.minor);
-  gpu.multiprocessors = number("MULTIPROCESSORS", gpu.multiprocessors);
-  gpu.threads = number("THREADS", gpu.threads);
-  gpu.blocks = number("BLOCKS", gpu.blocks);
-  gpu.shared = number("SHARED", gpu.shared);
-  gpu.shared_optin = number("SHARED_OPTIN", gpu.shared_optin);
-  gpu.l2 = number("L2", gpu.l2);
-  gpu.count = number("COUNT", gpu.count);
-  binary = number("BINARY", 10 * gpu.major + gpu.minor);
+  gpu.major = null_setting("MAJOR", gpu.major);
+  gpu.minor = null_setting("MINOR", gpu.minor);
+  gpu.multiprocessors = null_setting("MULTIPROCESSORS", gpu.multiprocessors);
+  gpu.threads = null_setting("THREADS", gpu.threads);
+  gpu.blocks = null_setting("BLOCKS", gpu.blocks);
+  gpu.shared = null_setting("SHARED", gpu.shared);
+  gpu.shared_optin = null_setting("SHARED_OPTIN", gpu.shared_optin);
+  gpu.l2 = null_setting("L2", gpu.l2);
+  gpu.count = null_setting("COUNT", gpu.count);
+  binary = null_setting("BINARY", 10 * gpu.major + gpu.minor);
   if (gpu.count > MAX_DEVICES) gpu.count = MAX_DEVICES;
   gpu.memory = null_setting("MEMORY", gpu.memory);
   gpu.context = null_setting("CONTEXT", gpu.context);
@@ -71,13 +64,11 @@ __attribute__((constructor)) static void boot(void) {
 
 static char missing[4096], assumed[1024];  // names, one a line
 static void note(char *list, size_t size, const char *name) {
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   size_t n = strlen(name), have = strlen(list);
   for (char *at = list; (at = strstr(at, name)); at += n)
-    if ((at == list || at[-1] == '\n') && at[n] == '\n') goto done;
+    if ((at == list || at[-1] == '\n') && at[n] == '\n') return;
   if (have + n + 2 < size) sprintf(list + have, "%s\n", name);
-done:
-  pthread_mutex_unlock(&lock);
 }
 int null_missing(const char *function) {
   note(missing, sizeof missing, function);
@@ -86,7 +77,6 @@ int null_missing(const char *function) {
 void null_assumed(const char *subject) { note(assumed, sizeof assumed, subject); }
 const char *null_missing_names(void) { return missing; }
 const char *null_assumed_names(void) { return assumed; }
-void null_forget_missing(void) { missing[0] = 0; }
 void null_set_memory(int device, unsigned long long size) { total[device] = size; }
 
 static int (*on_read)(unsigned long long, int);  // bytes that the host reads, what each would be -> what each of them is
@@ -95,6 +85,10 @@ void null_on_read(int (*callback)(unsigned long long, int)) { on_read = callback
 void *null_handle(void) {
   static uintptr_t next = 0x550000000000;
   return (void *)__sync_add_and_fetch(&next, 0x100);
+}
+static int new_handle(void **out) {
+  *out = null_handle();
+  return OK;
 }
 
 // ---- addresses ----------------------------------------------------------------------------------------------------
@@ -127,7 +121,7 @@ static uint64_t place(uint64_t size) {
   uint64_t room = rounded(size, 2 * MIB), found = 0, best = ~0ull;
   static int begun[MAX_DEVICES];
   Chunk *in = 0;
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   if (gpu.major >= 9 && !begun[device_now]++) {  // the context has most of two chunks
     in = chunk_of(1), insert(&in->ranges, in->at, 8 * MIB);
     in = chunk_of(1), insert(&in->ranges, in->at, 30 * MIB);
@@ -143,48 +137,38 @@ static uint64_t place(uint64_t size) {
   }
   if (!found) in = chunk_of(room), found = in->at;
   insert(&in->ranges, found, size);
-  pthread_mutex_unlock(&lock);
   return found;
 }
 static Range take(Range **list, uint64_t at) {  // device -1: it is not there
-  Range found = {0, 0, -1, 0};
-  pthread_mutex_lock(&lock);
-  for (Range **p = list; *p; p = &(*p)->next)
-    if ((*p)->at == at) {
-      Range *r = *p;
-      found = *r;
-      *p = r->next;
-      free(r);
-      break;
-    }
-  pthread_mutex_unlock(&lock);
+  LOCKED(lock);
+  while (*list && (*list)->at != at) list = &(*list)->next;
+  Range *r = *list, found = r ? *r : (Range){0, 0, -1, 0};
+  if (r) *list = r->next;
+  free(r);
   return found;
 }
 static Range take_back(uint64_t at) {  // and the chunk, once it is empty
+  LOCKED(lock);
   Chunk **c = &newest, **p = &highest;
   while (*c && at - (*c)->at >= (*c)->end - (*c)->at) c = &(*c)->next;
   Chunk *in = *c;
   Range found = in ? take(&in->ranges, at) : (Range){0, 0, -1, 0};
   if (!in || in->ranges) return found;
-  pthread_mutex_lock(&lock);
   while (*p != in) p = &(*p)->below;
   *p = in->below, *c = in->next;
-  pthread_mutex_unlock(&lock);
   free(in);
   return found;
 }
 static int claim(int device, uint64_t size) {
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   int fits = used[device] <= total[device] && size <= total[device] - used[device];
   if (fits) used[device] += size;
-  pthread_mutex_unlock(&lock);
   return fits;
 }
 int null_claim(int64_t size, int device) {
   if (device < 0) device = device_now;
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   used[device] += size;
-  pthread_mutex_unlock(&lock);
   return device;
 }
 static int on_device(const void *p) { return (uint64_t)p >= BASE && (uint64_t)p < END; }
@@ -210,26 +194,18 @@ int cudaMemGetInfo(size_t *unused, size_t *all) {
   *unused = used[device_now] < total[device_now] ? total[device_now] - used[device_now] : 0;
   return OK;
 }
+int cudaHostRegister(void *p, size_t size, unsigned flags) {
+  LOCKED(lock);
+  insert(&pinned, (uint64_t)p, size);
+  return OK;
+}
 int cudaHostAlloc(void **p, size_t size, unsigned flags) {
   if (posix_memalign(p, 4096, size ? size : 1)) return failed(OUT_OF_MEMORY);
-  Range *r = malloc(sizeof *r);
-  pthread_mutex_lock(&lock);
-  *r = (Range){(uint64_t)*p, size, 0, pinned};
-  pinned = r;
-  pthread_mutex_unlock(&lock);
-  return OK;
+  return cudaHostRegister(*p, size, flags);
 }
 int cudaMallocHost(void **p, size_t size) { return cudaHostAlloc(p, size, 0); }
 int cudaFreeHost(void *p) {
   if (p && take(&pinned, (uint64_t)p).device >= 0) free(p);
-  return OK;
-}
-int cudaHostRegister(void *p, size_t size, unsigned flags) {
-  Range *r = malloc(sizeof *r);
-  pthread_mutex_lock(&lock);
-  *r = (Range){(uint64_t)p, size, 0, pinned};
-  pinned = r;
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 int cudaHostUnregister(void *p) { return take(&pinned, (uint64_t)p).device < 0 ? failed(INVALID_VALUE) : OK; }
@@ -237,9 +213,8 @@ int cudaHostUnregister(void *p) { return take(&pinned, (uint64_t)p).device < 0 ?
 typedef struct { int type, device; void *on_device, *on_host; long reserved[8]; } PointerAttributes;
 int cudaPointerGetAttributes(PointerAttributes *out, const void *p) {
   int is_pinned = 0;
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   for (Range *r = pinned; r && !is_pinned; r = r->next) is_pinned = (uint64_t)p - r->at < r->size;
-  pthread_mutex_unlock(&lock);
   memset(out, 0, offsetof(PointerAttributes, reserved));
   out->type = on_device(p) ? DEVICE : is_pinned ? HOST : UNREGISTERED;
   out->device = device_now;
@@ -259,7 +234,8 @@ typedef struct Stream { uintptr_t id; uint64_t done; int capturing, priority, wa
 static Stream *streams;
 static uint64_t tickets = 1;  // the device's work, in the order in which it was asked for
 
-static Stream *stream_of(uintptr_t id) {  // under the lock
+static Stream *stream_of(uintptr_t id) {
+  LOCKED(lock);
   if (id == 1 || id == 2) id = 0;  // the legacy and the thread's default stream
   for (Stream *s = streams; s; s = s->next)
     if (s->id == id) return s;
@@ -268,29 +244,24 @@ static Stream *stream_of(uintptr_t id) {  // under the lock
   s->next = streams;
   return streams = s;
 }
-static void finish(Stream *s, uint64_t ticket) {  // under the lock; with what the stream waited for
+static void finish(Stream *s, uint64_t ticket) {  // with what the stream waited for
+  LOCKED(lock);
   if (s->done >= ticket) return;
   s->done = ticket;
   for (int i = 0; i < s->waits; i++) finish(stream_of(s->after[i].stream), s->after[i].ticket);
 }
 static int finished(uintptr_t stream) {
-  pthread_mutex_lock(&lock);
   finish(stream_of(stream), tickets);
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 void null_stream_done(unsigned long long stream) { finished(stream); }
 int cudaDeviceSynchronize(void) {
-  pthread_mutex_lock(&lock);
   for (Stream *s = streams; s; s = s->next) finish(s, tickets);
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 int cudaStreamCreateWithPriority(void **s, unsigned flags, int priority) {
   *s = null_handle();
-  pthread_mutex_lock(&lock);
   stream_of((uintptr_t)*s)->priority = priority;
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 int cudaStreamCreateWithFlags(void **s, unsigned flags) { return cudaStreamCreateWithPriority(s, flags, 0); }
@@ -299,9 +270,7 @@ int cudaStreamDestroy(void *s) { return OK; }
 int cudaStreamSynchronize(void *s) { return finished((uintptr_t)s); }
 int cudaStreamQuery(void *s) { return OK; }
 int cudaStreamGetPriority(void *s, int *priority) {
-  pthread_mutex_lock(&lock);
   *priority = stream_of((uintptr_t)s)->priority;
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
@@ -325,19 +294,14 @@ int cudaEventRecord(Event *e, void *stream) {
 }
 int cudaEventRecordWithFlags(Event *e, void *stream, unsigned flags) { return cudaEventRecord(e, stream); }
 int cudaEventQuery(Event *e) {
-  pthread_mutex_lock(&lock);
-  int passed = stream_of(e->stream)->done >= e->ticket;
-  pthread_mutex_unlock(&lock);
-  return passed ? OK : NOT_READY;
+  return stream_of(e->stream)->done >= e->ticket ? OK : NOT_READY;
 }
 int cudaEventSynchronize(Event *e) {
-  pthread_mutex_lock(&lock);
   finish(stream_of(e->stream), e->ticket);
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 int cudaStreamWaitEvent(void *stream, Event *e, unsigned flags) {
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   Stream *s = stream_of((uintptr_t)stream);
   int i = 0;
   while (i < s->waits && s->after[i].stream != e->stream) i++;
@@ -345,7 +309,6 @@ int cudaStreamWaitEvent(void *stream, Event *e, unsigned flags) {
     if (i == s->waits) s->after[s->waits++] = *e;
     if (s->after[i].ticket < e->ticket) s->after[i].ticket = e->ticket;
   }
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 int cudaEventElapsedTime(float *ms, Event *a, Event *b) {  // 5 us for each thing that was asked for between them
@@ -364,15 +327,11 @@ int cudaStreamAddCallback(void *s, void (*function)(void *, int, void *), void *
 // ---- graphs: what is captured is memory alone ----------------------------------------------------------------------
 
 int cudaStreamIsCapturing(void *s, int *status) {
-  pthread_mutex_lock(&lock);
   *status = stream_of((uintptr_t)s)->capturing != 0;
-  pthread_mutex_unlock(&lock);
   return OK;
 }
 int cudaStreamGetCaptureInfo(void *s, int *status, unsigned long long *id, void **graph, void **nodes, void **edges, size_t *n) {
-  pthread_mutex_lock(&lock);
   int number = stream_of((uintptr_t)s)->capturing;
-  pthread_mutex_unlock(&lock);
   *status = number != 0;
   if (id) *id = number;
   if (graph && number) *graph = null_handle();
@@ -389,26 +348,16 @@ int cudaStreamGetCaptureInfo_v3(void *s, int *status, unsigned long long *id, vo
 }
 int cudaStreamBeginCapture(void *s, int mode) {
   static int captures;
-  pthread_mutex_lock(&lock);
-  stream_of((uintptr_t)s)->capturing = ++captures;
-  pthread_mutex_unlock(&lock);
+  stream_of((uintptr_t)s)->capturing = __sync_add_and_fetch(&captures, 1);
   return OK;
 }
 int cudaStreamEndCapture(void *s, void **graph) {
-  pthread_mutex_lock(&lock);
   stream_of((uintptr_t)s)->capturing = 0;
-  pthread_mutex_unlock(&lock);
-  *graph = null_handle();
-  return OK;
+  return new_handle(graph);
 }
 int cudaThreadExchangeStreamCaptureMode(int *mode) { return OK; }
-int cudaGraphInstantiate(void **exec, void *graph, unsigned long long flags) {
-  *exec = null_handle();
-  return OK;
-}
-int cudaGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags) {
-  return cudaGraphInstantiate(exec, graph, flags);
-}
+int cudaGraphInstantiate(void **exec, void *graph, unsigned long long flags) { return new_handle(exec); }
+int cudaGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags) { return new_handle(exec); }
 int cudaGraphLaunch(void *exec, void *s) { return OK; }
 int cudaGraphDestroy(void *graph) { return OK; }
 int cudaGraphExecDestroy(void *exec) { return OK; }
@@ -433,11 +382,10 @@ static void forget(uint64_t at, size_t size) {  // under the lock: what lies the
 }
 int null_read(const void *from, void *data, size_t size) {
   uint64_t at = (uint64_t)from;
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   Known *k = known;
   while (k && !(k->at <= at && at + size <= k->at + k->size)) k = k->next;
   if (k) memcpy(data, k->data + (at - k->at), size);
-  pthread_mutex_unlock(&lock);
   return k != 0;
 }
 void null_write(void *to, const void *data, size_t size) {
@@ -446,7 +394,7 @@ void null_write(void *to, const void *data, size_t size) {
     *k = (Known){(uint64_t)to, size};
     memcpy(k->data, data, size);
   }
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   if (known_bytes > 256 * KEPT) forget(0, SIZE_MAX);
   forget((uint64_t)to, size);
   if (k) {
@@ -454,7 +402,6 @@ void null_write(void *to, const void *data, size_t size) {
     known = k;
     known_bytes += size;
   }
-  pthread_mutex_unlock(&lock);
 }
 static int copy(void *to, const void *from, size_t size) {  // within the device
   char *data = size <= KEPT ? malloc(size) : 0;
@@ -549,13 +496,12 @@ static size_t slot_of(const void *host) {
   return k;
 }
 static const char *name_of(const void *kernel) {
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   const char *name = kernel_room && kernel ? kernels[slot_of(kernel)].name : 0;
-  pthread_mutex_unlock(&lock);
   return name ? name : "";
 }
 void __cudaRegisterFunction(void **h, const char *host, char *dev, const char *name, int limit, void *a, void *b, void *c, void *d, int *e) {
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   if (2 * kernel_count >= kernel_room) {
     size_t room = kernel_room;
     __typeof__(kernels) old = kernels;
@@ -569,7 +515,6 @@ void __cudaRegisterFunction(void **h, const char *host, char *dev, const char *n
   kernel_count += !kernels[k].host;
   kernels[k].host = host;
   kernels[k].name = name;
-  pthread_mutex_unlock(&lock);
 }
 void __cudaRegisterVar(void **h, char *host, char *dev, const char *name, int ext, size_t size, int constant, int global) {}
 int __cudaGetKernel(const void **kernel, const void *f) {
@@ -611,12 +556,11 @@ int cudaSetDevice(int device) {
   device_now = device;
   return OK;
 }
-static int version(int *v) {
-  *v = number("CUDA", 13000);
+int cudaDriverGetVersion(int *v) {
+  *v = null_setting("CUDA", 13000);
   return OK;
 }
-int cudaDriverGetVersion(int *v) { return version(v); }
-int cudaRuntimeGetVersion(int *v) { return version(v); }
+int cudaRuntimeGetVersion(int *v) { return cudaDriverGetVersion(v); }
 int cudaDeviceCanAccessPeer(int *can, int a, int b) {
   *can = 0;
   return OK;
@@ -631,17 +575,15 @@ static int attribute(int which) {
   switch (which) {
     case 1: case 2: case 3: return 1024;  // threads of a block, and its first two dimensions
     case 4: return 64;
-    case 5: return 2147483647;  // dimensions of a grid
+    case 5: case 11: return 2147483647;  // the first dimension of a grid, a copy's pitch
     case 6: case 7: return 65535;
     case 8: return 49152;
-    case 9: return 65536;
+    case 9: case 12: case 82: return 65536;  // constant memory; registers of a block, of a multiprocessor
     case 10: return 32;
-    case 11: return 2147483647;
-    case 12: case 82: return 65536;  // registers of a block, of a multiprocessor
     case 13: return gpu.clock_khz;
     case 14: return 512;
     case 16: return gpu.multiprocessors;
-    case 19: case 31: case 40: case 41: case 78: case 83: case 90: case 95: case 99: case 115: return 1;
+    case 19: case 31: case 40: case 41: case 78: case 83: case 90: case 95: case 99: case 102: case 115: return 1;
     case 36: return gpu.memory_khz;
     case 37: return gpu.bus_bits;
     case 38: return gpu.l2;
@@ -650,7 +592,6 @@ static int attribute(int which) {
     case 76: return gpu.minor;
     case 81: return gpu.shared;
     case 97: return gpu.shared_optin;
-    case 102: return 1;  // virtual memory management
     case 106: return gpu.blocks;
     case 111: return gpu.major >= 8 ? 1024 : 0;
     case 120: return gpu.major >= 9;
@@ -669,91 +610,82 @@ void null_describe(char *text, size_t size) {
            "\"regsPerBlock\":65536,\"maxRegistersPerSM\":65536,\"multiProcessorCount\":%d,\"smCountOrigin\":0,\"maxThreadsPerSM\":%d,\"maxCtasPerSM\":%d,"
            "\"maxSharedMemoryPerBlock\":49152,\"maxSharedMemoryPerBlockOptin\":%d,\"reservedSharedMemoryPerBlock\":%d,"
            "\"smClockRateKHz\":%d,\"memClockRateKHz\":%d,\"l2CacheSize\":%d,\"totalGlobalMem\":%llu}",
-           gpu.name, 100 * gpu.major + 10 * gpu.minor, number("CUDA", 13000), gpu.multiprocessors, gpu.threads, gpu.blocks, gpu.shared_optin,
-           attribute(111), gpu.clock_khz, gpu.memory_khz, gpu.l2, gpu.memory);
+           gpu.name, 100 * gpu.major + 10 * gpu.minor, (int)null_setting("CUDA", 13000), gpu.multiprocessors, gpu.threads, gpu.blocks,
+           gpu.shared_optin, attribute(111), gpu.clock_khz, gpu.memory_khz, gpu.l2, gpu.memory);
 }
 
-// cudaDeviceProp: CUDA 13 left out seven members of CUDA 12.
-#define PROPERTIES(NAME, OLD)                                                                                          \
-  typedef struct {                                                                                                     \
-    char name[256], uuid[16], luid[8];                                                                                 \
-    unsigned luid_mask;                                                                                                \
-    size_t memory, shared;                                                                                             \
-    int registers, warp;                                                                                               \
-    size_t pitch;                                                                                                      \
-    int threads, block[3], grid[3];                                                                                    \
-    OLD(int clock;)                                                                                                    \
-    size_t constant;                                                                                                   \
-    int major, minor;                                                                                                  \
-    size_t texture_alignment, texture_pitch;                                                                           \
-    OLD(int overlap;)                                                                                                  \
-    int multiprocessors;                                                                                               \
-    OLD(int timeout;)                                                                                                  \
-    int integrated, map_host;                                                                                          \
-    OLD(int compute_mode;)                                                                                             \
-    int texture_1d, texture_1d_mipmap;                                                                                 \
-    OLD(int texture_1d_linear;)                                                                                        \
-    int textures_and_surfaces[37];                                                                                     \
-    size_t surface_alignment;                                                                                          \
-    int concurrent_kernels, ecc, pci_bus, pci_device, pci_domain, tcc, copy_engines, unified;                          \
-    OLD(int memory_clock;)                                                                                             \
-    int bus_bits, l2, persisting_l2, threads_per_multiprocessor, priorities, l1_global, l1_local;                      \
-    size_t shared_per_multiprocessor;                                                                                  \
-    int registers_per_multiprocessor, managed, multi_gpu, multi_gpu_group, native_atomics;                             \
-    OLD(int double_ratio;)                                                                                             \
-    int pageable, concurrent_managed, preemption, registered_pointer, cooperative;                                     \
-    OLD(int cooperative_devices;)                                                                                      \
-    size_t shared_optin;                                                                                               \
-    int pageable_tables, direct_managed, blocks_per_multiprocessor, window;                                            \
-    size_t shared_reserved;                                                                                            \
-    int host_register, the_rest[70];                                                                                   \
-  } NAME;
-#define WITH(member) member
-#define WITHOUT(member)
-PROPERTIES(Properties12, WITH)
-PROPERTIES(Properties13, WITHOUT)
-_Static_assert(offsetof(Properties12, multiprocessors) == 388 && offsetof(Properties12, l2) == 616, "CUDA 12's layout");
-_Static_assert(offsetof(Properties13, multiprocessors) == 384 && offsetof(Properties13, l2) == 596, "CUDA 13's layout");
-_Static_assert(offsetof(Properties12, shared_optin) == 696 && offsetof(Properties13, shared_optin) == 672, "their ends");
-
-
-#define FILL(p, device)                                                                                                \
-  do {                                                                                                                 \
-    memset((p), 0, offsetof(__typeof__(*(p)), host_register));                                                         \
-    snprintf((p)->name, sizeof(p)->name, "%s", gpu.name);                                                              \
-    (p)->uuid[0] = (device) + 1;                                                                                       \
-    (p)->memory = gpu.memory;                                                                                          \
-    (p)->shared = 49152;                                                                                               \
-    (p)->registers = (p)->registers_per_multiprocessor = 65536;                                                        \
-    (p)->warp = 32;                                                                                                    \
-    (p)->pitch = 2147483647;                                                                                           \
-    (p)->threads = (p)->block[0] = (p)->block[1] = 1024;                                                               \
-    (p)->block[2] = 64;                                                                                                \
-    (p)->grid[0] = 2147483647;                                                                                         \
-    (p)->grid[1] = (p)->grid[2] = 65535;                                                                               \
-    (p)->constant = 65536;                                                                                             \
-    (p)->major = gpu.major;                                                                                            \
-    (p)->minor = gpu.minor;                                                                                            \
-    (p)->texture_alignment = (p)->surface_alignment = 512;                                                             \
-    (p)->texture_pitch = 32;                                                                                           \
-    (p)->multiprocessors = gpu.multiprocessors;                                                                        \
-    (p)->map_host = (p)->concurrent_kernels = (p)->unified = (p)->priorities = (p)->managed = (p)->cooperative = 1;    \
-    (p)->pci_bus = (device) + 1;                                                                                       \
-    (p)->copy_engines = 3;                                                                                             \
-    (p)->bus_bits = gpu.bus_bits;                                                                                      \
-    (p)->l2 = gpu.l2;                                                                                                  \
-    (p)->threads_per_multiprocessor = gpu.threads;                                                                     \
-    (p)->shared_per_multiprocessor = gpu.shared;                                                                       \
-    (p)->shared_optin = gpu.shared_optin;                                                                              \
-    (p)->blocks_per_multiprocessor = gpu.blocks;                                                                       \
-    (p)->shared_reserved = gpu.major >= 8 ? 1024 : 0;                                                                  \
-  } while (0)
-int cudaGetDeviceProperties(Properties13 *p, int device) {  // the name that CUDA 13 has for it
-  FILL(p, device);
-  return OK;
-}
-int cudaGetDeviceProperties_v2(Properties12 *p, int device) {  // and CUDA 12
-  FILL(p, device);
+// cudaDeviceProp: CUDA 13 left out eight members of CUDA 12, and has the old name for the function again.
+#if CUDA_MAJOR < 13
+#define OLD(member) member
+#define cudaGetDeviceProperties cudaGetDeviceProperties_v2
+#else
+#define OLD(member)
+#endif
+typedef struct {
+  char name[256], uuid[16], luid[8];
+  unsigned luid_mask;
+  size_t memory, shared;
+  int registers, warp;
+  size_t pitch;
+  int threads, block[3], grid[3];
+  OLD(int clock;)
+  size_t constant;
+  int major, minor;
+  size_t texture_alignment, texture_pitch;
+  OLD(int overlap;)
+  int multiprocessors;
+  OLD(int timeout;)
+  int integrated, map_host;
+  OLD(int compute_mode;)
+  int texture_1d, texture_1d_mipmap;
+  OLD(int texture_1d_linear;)
+  int textures_and_surfaces[37];
+  size_t surface_alignment;
+  int concurrent_kernels, ecc, pci_bus, pci_device, pci_domain, tcc, copy_engines, unified;
+  OLD(int memory_clock;)
+  int bus_bits, l2, persisting_l2, threads_per_multiprocessor, priorities, l1_global, l1_local;
+  size_t shared_per_multiprocessor;
+  int registers_per_multiprocessor, managed, multi_gpu, multi_gpu_group, native_atomics;
+  OLD(int double_ratio;)
+  int pageable, concurrent_managed, preemption, registered_pointer, cooperative;
+  OLD(int cooperative_devices;)
+  size_t shared_optin;
+  int pageable_tables, direct_managed, blocks_per_multiprocessor, window;
+  size_t shared_reserved;
+  int host_register, the_rest[70];
+} Properties;
+_Static_assert(offsetof(Properties, multiprocessors) == (CUDA_MAJOR < 13 ? 388 : 384), "where it begins to differ");
+_Static_assert(offsetof(Properties, l2) == (CUDA_MAJOR < 13 ? 616 : 596), "its middle");
+_Static_assert(offsetof(Properties, shared_optin) == (CUDA_MAJOR < 13 ? 696 : 672), "its end");
+int cudaGetDeviceProperties(Properties *p, int device) {
+  memset(p, 0, offsetof(Properties, host_register));
+  snprintf(p->name, sizeof p->name, "%s", gpu.name);
+  p->uuid[0] = device + 1;
+  p->memory = gpu.memory;
+  p->shared = 49152;
+  p->registers = p->registers_per_multiprocessor = 65536;
+  p->warp = 32;
+  p->pitch = 2147483647;
+  p->threads = p->block[0] = p->block[1] = 1024;
+  p->block[2] = 64;
+  p->grid[0] = 2147483647;
+  p->grid[1] = p->grid[2] = 65535;
+  p->constant = 65536;
+  p->major = gpu.major;
+  p->minor = gpu.minor;
+  p->texture_alignment = p->surface_alignment = 512;
+  p->texture_pitch = 32;
+  p->multiprocessors = gpu.multiprocessors;
+  p->map_host = p->concurrent_kernels = p->unified = p->priorities = p->managed = p->cooperative = 1;
+  p->pci_bus = device + 1;
+  p->copy_engines = 3;
+  p->bus_bits = gpu.bus_bits;
+  p->l2 = gpu.l2;
+  p->threads_per_multiprocessor = gpu.threads;
+  p->shared_per_multiprocessor = gpu.shared;
+  p->shared_optin = gpu.shared_optin;
+  p->blocks_per_multiprocessor = gpu.blocks;
+  p->shared_reserved = attribute(111);
   return OK;
 }
 
@@ -784,7 +716,7 @@ const char *cudaGetErrorName(int error) { return error == OUT_OF_MEMORY ? "cudaE
 // ---- the driver ----------------------------------------------------------------------------------------------------
 
 int cuInit(unsigned flags) { return OK; }
-int cuDriverGetVersion(int *v) { return version(v); }
+int cuDriverGetVersion(int *v) { return cudaDriverGetVersion(v); }
 int cuGetErrorString(int error, const char **text) {
   *text = cudaGetErrorString(error);
   return OK;
@@ -802,10 +734,7 @@ int cuDeviceGetName(char *text, int size, int device) {
   snprintf(text, size, "%s", gpu.name);
   return OK;
 }
-int cuDeviceGetAttribute(int *value, int which, int device) {
-  *value = attribute(which);
-  return OK;
-}
+int cuDeviceGetAttribute(int *value, int which, int device) { return cudaDeviceGetAttribute(value, which, device); }
 int cuDeviceTotalMem_v2(size_t *size, int device) {
   *size = gpu.memory;
   return OK;
@@ -835,6 +764,7 @@ int cuPointerGetAttribute(void *out, int which, uint64_t p) {
 
 typedef struct { uint64_t size; int device; } Pages;
 int cuMemAddressReserve(uint64_t *p, size_t size, size_t alignment, uint64_t at, unsigned long long flags) {
+  LOCKED(lock);
   *p = RESERVED;
   for (Range *r = reserved; r && r->at < *p + rounded(size, 2 * MIB); r = r->next) *p = rounded(r->at + r->size, 2 * MIB);
   insert(&reserved, *p, size);
@@ -865,15 +795,12 @@ int cuMemGetAllocationGranularity(size_t *size, const void *properties, int opti
   return OK;
 }
 
-int cuModuleLoadData(void **module, const void *image) {
-  *module = null_handle();
-  return OK;
-}
-int cuModuleLoadDataEx(void **m, const void *image, unsigned n, int *options, void **values) { return cuModuleLoadData(m, image); }
-int cuModuleLoad(void **module, const char *file) { return cuModuleLoadData(module, 0); }
+int cuModuleLoadData(void **module, const void *image) { return new_handle(module); }
+int cuModuleLoadDataEx(void **m, const void *image, unsigned n, int *options, void **values) { return new_handle(m); }
+int cuModuleLoad(void **module, const char *file) { return new_handle(module); }
 int cuModuleUnload(void *module) { return OK; }
-int cuModuleGetFunction(void **function, void *module, const char *name) { return cuModuleLoadData(function, 0); }
-int cuLinkCreate_v2(unsigned n, int *options, void **values, void **state) { return cuModuleLoadData(state, 0); }
+int cuModuleGetFunction(void **function, void *module, const char *name) { return new_handle(function); }
+int cuLinkCreate_v2(unsigned n, int *options, void **values, void **state) { return new_handle(state); }
 int cuLinkAddData_v2(void *s, int type, void *data, size_t size, const char *name, unsigned n, int *o, void **v) { return OK; }
 int cuLinkComplete(void *state, void **image, size_t *size) {
   static char nothing[64];
@@ -894,10 +821,7 @@ int cuLaunchKernelEx(const void *config, void *f, void **args, void **extra) { r
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *f, int threads, size_t shared) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, f, threads, shared);
 }
-int cuLogsRegisterCallback(void *callback, void *data, void **out) {
-  *out = null_handle();
-  return OK;
-}
+int cuLogsRegisterCallback(void *callback, void *data, void **out) { return new_handle(out); }
 int cuLogsUnregisterCallback(void *callback) { return OK; }
 int cuTensorMapEncodeTiled(void *map) { return OK; }
 int cuTensorMapEncodeIm2col(void *map) { return OK; }
@@ -912,8 +836,8 @@ int cuCtxGetLimit(size_t *value, int limit) {
   return OK;
 }
 
-int cuLibraryLoadData(void **library, const void *code, int *o, void **v, unsigned n, int *lo, void **lv, unsigned ln) { return cuModuleLoadData(library, code); }
-int cuLibraryGetKernel(void **kernel, void *library, const char *name) { return cuModuleLoadData(kernel, 0); }
+int cuLibraryLoadData(void **library, const void *code, int *o, void **v, unsigned n, int *lo, void **lv, unsigned ln) { return new_handle(library); }
+int cuLibraryGetKernel(void **kernel, void *library, const char *name) { return new_handle(kernel); }
 int cuLibraryUnload(void *library) { return OK; }
 int cuKernelGetAttribute(int *value, int which, void *kernel, int device) { return cuFuncGetAttribute(value, which, kernel); }
 int cuKernelSetAttribute(int which, int value, void *kernel, int device) { return OK; }
@@ -940,7 +864,7 @@ static void *lacking(const char *name) {
   snprintf(sought[k], sizeof sought[k], "%s", k < 63 ? name : "a function of the driver");
   return (void *)thunks[k];
 }
-static int entry_point(const char *name, void **function, int *result) {
+int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, int *result) {
   char full[160];
   *function = dlsym(RTLD_DEFAULT, name);
   snprintf(full, sizeof full, "%s_v2", name);
@@ -949,5 +873,6 @@ static int entry_point(const char *name, void **function, int *result) {
   if (result) *result = 0;
   return OK;
 }
-int cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned v, unsigned long long flags, int *result) { return entry_point(name, f, result); }
-int cudaGetDriverEntryPoint(const char *name, void **f, unsigned long long flags, int *result) { return entry_point(name, f, result); }
+int cudaGetDriverEntryPoint(const char *name, void **f, unsigned long long flags, int *result) {
+  return cudaGetDriverEntryPointByVersion(name, f, 0, flags, result);
+}

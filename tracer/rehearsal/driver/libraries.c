@@ -2,7 +2,6 @@
 // are made by tracer/rehearsal/stubs.py, as are those that nobody wrote yet, which say so.
 #include "null.h"
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -63,13 +62,12 @@ static pthread_mutex_t cudnn_lock = PTHREAD_MUTEX_INITIALIZER;
 static void *device(void) {
   static void *one;
   char text[2048];
-  pthread_mutex_lock(&cudnn_lock);
+  LOCKED(cudnn_lock);
   if (!one && real("cudnnBackendCreateDescriptor")(DEVICE, &one) == OK) {
     null_describe(text, sizeof text);
     real("cudnnBackendSetAttribute")(one, DEVICE_JSON, CHAR, (int64_t)strlen(text), text);
     if (real("cudnnBackendFinalize")(one) != OK) null_missing("cuDNN for this GPU");
   }
-  pthread_mutex_unlock(&cudnn_lock);
   return one;
 }
 int cudnnBackendCreateDescriptor(int type, void **descriptor) {
@@ -77,24 +75,19 @@ int cudnnBackendCreateDescriptor(int type, void **descriptor) {
   int attribute = type == ENGINE ? 1307 : type == HEURISTICS ? 204 : type == PLAN ? 407 : 0;  // CUDNN_ATTR_..._DEVICEPROP
   if (status || !attribute) return status;
   Open *o = malloc(sizeof *o);
-  pthread_mutex_lock(&cudnn_lock);
+  LOCKED(cudnn_lock);
   *o = (Open){*descriptor, attribute, open_descriptors};
   open_descriptors = o;
-  pthread_mutex_unlock(&cudnn_lock);
   return OK;
 }
 static int closed(void *descriptor) {  // what it wants the device by, or 0; once
-  int attribute = 0;
-  pthread_mutex_lock(&cudnn_lock);
-  for (Open **p = &open_descriptors; *p; p = &(*p)->next)
-    if ((*p)->descriptor == descriptor) {
-      Open *o = *p;
-      attribute = o->attribute;
-      *p = o->next;
-      free(o);
-      break;
-    }
-  pthread_mutex_unlock(&cudnn_lock);
+  Open **p = &open_descriptors;
+  LOCKED(cudnn_lock);
+  while (*p && (*p)->descriptor != descriptor) p = &(*p)->next;
+  Open *o = *p;
+  int attribute = o ? o->attribute : 0;
+  if (o) *p = o->next;
+  free(o);
   return attribute;
 }
 int cudnnBackendSetAttribute(void *descriptor, int name, int type, int64_t count, const void *values) {
@@ -115,16 +108,18 @@ int cudnnBackendExecute(void *handle, void *plan, void *arguments) { return OK; 
 // ---- cuDNN's older functions: batch norm, recurrent nets, CTC ---------------------------------------------------------
 
 typedef struct { int type, format, dims, size[8], stride[8]; } Tensor;  // of tensors and filters
-int cudnnCreateTensorDescriptor(Tensor **t) {
-  *t = calloc(1, sizeof **t);
+static int made(void **descriptor, size_t size) {
+  *descriptor = calloc(1, size);
   return OK;
 }
-int cudnnCreateFilterDescriptor(Tensor **t) { return cudnnCreateTensorDescriptor(t); }
-int cudnnDestroyTensorDescriptor(Tensor *t) {
-  free(t);
+static int destroyed(void *descriptor) {
+  free(descriptor);
   return OK;
 }
-int cudnnDestroyFilterDescriptor(Tensor *t) { return cudnnDestroyTensorDescriptor(t); }
+int cudnnCreateTensorDescriptor(void **t) { return made(t, sizeof(Tensor)); }
+int cudnnCreateFilterDescriptor(void **t) { return made(t, sizeof(Tensor)); }
+int cudnnDestroyTensorDescriptor(void *t) { return destroyed(t); }
+int cudnnDestroyFilterDescriptor(void *t) { return destroyed(t); }
 int cudnnSetTensorNdDescriptor(Tensor *t, int type, int dims, const int *size, const int *stride) {
   t->type = type;
   t->dims = dims < 8 ? dims : 8;
@@ -145,12 +140,9 @@ int cudnnGetTensorNdDescriptor(const Tensor *t, int room, int *type, int *dims, 
   return OK;
 }
 int cudnnGetFilterNdDescriptor(const Tensor *t, int room, int *type, int *format, int *dims, int *size) {
-  int n = t->dims < room ? t->dims : room;
-  *type = t->type;
+  int stride[8];
   *format = t->format;
-  *dims = t->dims;
-  memcpy(size, t->size, n * sizeof(int));
-  return OK;
+  return cudnnGetTensorNdDescriptor(t, room, type, dims, size, stride);
 }
 static int none(size_t *size, const char *subject) {
   null_assumed(subject);
@@ -174,22 +166,10 @@ int cudnnDropoutGetStatesSize(void *h, size_t *size) { return none(size, "cuDNN'
 
 typedef struct { int cell, bias, both_ways, type, input, hidden, projection, layers; } Rnn;
 typedef struct { int type, longest, batch, width; } RnnData;
-int cudnnCreateRNNDescriptor(Rnn **r) {
-  *r = calloc(1, sizeof **r);
-  return OK;
-}
-int cudnnDestroyRNNDescriptor(Rnn *r) {
-  free(r);
-  return OK;
-}
-int cudnnCreateRNNDataDescriptor(RnnData **r) {
-  *r = calloc(1, sizeof **r);
-  return OK;
-}
-int cudnnDestroyRNNDataDescriptor(RnnData *r) {
-  free(r);
-  return OK;
-}
+int cudnnCreateRNNDescriptor(void **r) { return made(r, sizeof(Rnn)); }
+int cudnnDestroyRNNDescriptor(void *r) { return destroyed(r); }
+int cudnnCreateRNNDataDescriptor(void **r) { return made(r, sizeof(RnnData)); }
+int cudnnDestroyRNNDataDescriptor(void *r) { return destroyed(r); }
 int cudnnSetRNNDescriptor_v8(Rnn *r, int algo, int cell, int bias, int direction, int input_mode, int type, int precision, int math, int input, int hidden, int projection, int layers, void *dropout, unsigned flags) {
   *r = (Rnn){cell, bias, direction, type, input, hidden, projection, layers};
   return OK;

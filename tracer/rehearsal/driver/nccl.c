@@ -2,7 +2,6 @@
 // what this rank holds, as far as that is known. Communicators take memory of the device by a table: what NCCL allocates
 // depends on the links between GPUs, of which there are none. The numbers and structures are those of NCCL 2.23 to 2.30.
 #include "null.h"
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,36 +22,33 @@ static void grow(Comm *c, int64_t bytes) {
   c->bytes += bytes;
   c->device = null_claim(bytes, c->device);
 }
-static int made(Comm **out, int ranks, int rank) {
-  Comm *c = calloc(1, sizeof *c);
-  *c = (Comm){ranks, rank, -1};
+static int made_on(int device, Comm **out, int ranks, int rank) {
+  Comm *c = *out = malloc(sizeof *c);
+  *c = (Comm){ranks, rank, device};
   grow(c, null_setting(ranks > 2 ? "NCCL_MORE" : ranks == 2 ? "NCCL_TWO" : "NCCL_ONE", 0));
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   c->born = ++changes;
   c->next = comms;
   comms = c;
-  pthread_mutex_unlock(&lock);
-  *out = c;
   return OK;
 }
+static int made(Comm **out, int ranks, int rank) { return made_on(-1, out, ranks, rank); }
 static int gone(Comm *c) {
   if (!c || c->died) return OK;
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   c->died = ++changes;
-  pthread_mutex_unlock(&lock);
   null_claim(-c->bytes, c->device);
   return OK;
 }
 // "ranks bytes born died" of each, a line each; for Python.
 void null_communicators(char *text, size_t room) {
   *text = 0;
-  pthread_mutex_lock(&lock);
+  LOCKED(lock);
   for (Comm *c = comms; c && room > 80; c = c->next) {
     int n = snprintf(text, room, "%d %lld %d %d\n", c->ranks, (long long)c->bytes, c->born, c->died);
     text += n;
     room -= n;
   }
-  pthread_mutex_unlock(&lock);
 }
 // How many ranks the next split gives, which depends on what the others say.
 static int split_ranks;
@@ -68,11 +64,7 @@ int ncclCommInitRank(Comm **c, int n, UniqueId id, int rank) { return made(c, n,
 int ncclCommInitRankConfig(Comm **c, int n, UniqueId id, int rank, void *config) { return made(c, n, rank); }
 int ncclCommInitRankScalable(Comm **c, int n, int rank, int ids, UniqueId *id, void *config) { return made(c, n, rank); }
 int ncclCommInitAll(Comm **c, int n, const int *devices) {
-  for (int k = 0; k < n; k++) {
-    made(&c[k], n, k);
-    null_claim(-c[k]->bytes, c[k]->device);
-    c[k]->device = null_claim(c[k]->bytes, devices ? devices[k] : k);
-  }
+  for (int k = 0; k < n; k++) made_on(devices ? devices[k] : k, &c[k], n, k);
   return OK;
 }
 int ncclCommSplit(Comm *c, int color, int key, Comm **out, void *config) {

@@ -1,5 +1,6 @@
 // What the parts of the null driver share: how a function says that it is not there, and how handles are made.
 #pragma once
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -21,6 +22,12 @@ int null_claim(int64_t size, int device);
 unsigned long long null_setting(const char *key, unsigned long long otherwise);
 // A new number that stands for something of the device: a handle, a graph, a module.
 void *null_handle(void);
-// The function of that name in the library that this driver stands before; 0 if there is none.
 // Describe the device as cuDNN's JSON has it.
 void null_describe(char *text, size_t size);
+// Hold the mutex until the block ends.
+#define LOCKED(mutex) __attribute__((cleanup(null_release))) pthread_mutex_t *held = null_hold(&mutex)
+static pthread_mutex_t *null_hold(pthread_mutex_t *mutex) {
+  pthread_mutex_lock(mutex);
+  return mutex;
+}
+static void null_release(pthread_mutex_t **held) { pthread_mutex_unlock(*held); }
