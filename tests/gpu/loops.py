@@ -5,7 +5,6 @@ Each trains for a few steps in its own way; what it takes is measured on a GPU a
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from typing import Any
@@ -250,6 +249,4 @@ def planned() -> None:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        os.environ.setdefault("MASTER_ADDR", "localhost")
     globals()[sys.argv[1]]()
