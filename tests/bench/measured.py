@@ -1,7 +1,7 @@
 """What steps take on a GPU, beside what the null driver tells without one.
 
-python -m tests.bench.measured gpu -o gpu.jsonl               on the GPU; each case in a process of its own
-python -m tests.bench.measured rehearse -o rehearsed.jsonl    without one, by the same release of torch
+python -m tests.bench.measured take -o gpu.jsonl                            on the GPU; each case is a process
+python -m tests.bench.measured take -o rehearsed.jsonl --rehearse h200      without one, by the same release of torch
 python -m tests.bench.measured table gpu.jsonl rehearsed.jsonl -o measured.md
 
 The cases: the models of `tests.bench.rehearsed`, one after the other in float32 and under autocast; the loops of
@@ -26,7 +26,6 @@ from tests.bench.published import FIGURES, LOOPS, rows
 from tests.bench.rehearsed import MODELS
 from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.run import is_script, rehearse
-from traces.devices import device
 from traces.errors import LowtideError
 from traces.isolated import run_fresh
 from traces.provenance import MEASURED_CUDA, REHEARSED
@@ -55,16 +54,12 @@ def cases() -> Iterator[dict[str, Any]]:
     for k, (name, given) in enumerate(MODELS.items()):
         options = {**given, **({"amp": "bfloat16"} if k % 2 else {})}
         yield {"name": name.rpartition(":")[2], "model": name, "options": options, "iterations": 3}
-    seen = set()
     for name, row in rows().items():
-        if "script" in row or "environment" in row:
-            continue
-        if (asked := (row["build"], row["loop"], *row.get("arguments", ()))) in seen:
-            continue
-        seen.add(asked)
-        yield {
-            "name": f"published {name}", "model": str(LOOPS), "arguments": asked, "iterations": row["iterations"]
-        }  # fmt: skip
+        if "script" not in row and "environment" not in row:
+            asked = (row["build"], row["loop"], *row.get("arguments", ()))
+            yield {
+                "name": f"published {name}", "model": str(LOOPS), "arguments": asked, "iterations": row["iterations"]
+            }  # fmt: skip
 
 
 def measured(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,13 +101,10 @@ def on_the_gpu(**given: Any) -> dict[str, Any]:
     ):
         found = perform.do(**given)
     events = seen[0]["device_traces"][0]
-    asked = [e["size"] for e in events if e["action"] == "alloc"]
-    return {**found, "provenance": MEASURED_CUDA, "allocations": asked, "segments": _segments(events)}
-
-
-def _segments(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Where the driver put torch's segments: address and size."""
-    return [(e["addr"], e["size"]) for e in events if e["action"] == "segment_alloc"]
+    asked, got = (
+        [(e["addr"], e["size"]) for e in events if e["action"] == a] for a in ("alloc", "segment_alloc")
+    )
+    return {**found, "provenance": MEASURED_CUDA, "allocations": asked, "segments": got}
 
 
 def rehearsed(case: Mapping[str, Any], gpu: str) -> dict[str, Any]:
@@ -196,22 +188,15 @@ def run(ask: Any, output: Path, processes: int, names: tuple[str, ...], more: tu
 @main.command()
 @click.argument("names", nargs=-1)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-@click.option("--processes", type=int, default=8)
-@click.option("--allocations", is_flag=True, help="Keep the size of every request, and where segments lie.")
-def gpu(names: tuple[str, ...], output: Path, processes: int, allocations: bool) -> None:
-    """Measure on the GPU that is here."""
-    run(measured, output, processes, names, ("allocations", "segments") if allocations else ())
-
-
-@main.command("rehearse")
-@click.argument("names", nargs=-1)
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-@click.option("--gpu", "name", default="h200")
-@click.option("--processes", type=int, default=2)
-def without(names: tuple[str, ...], output: Path, name: str, processes: int) -> None:
-    """Rehearse on the null driver."""
-    device(name)
-    run(lambda case: rehearsed(case, name), output, processes, names)
+@click.option(
+    "--rehearse", "gpu", default="", help="Take none, and rehearse on the null driver for this GPU."
+)
+@click.option("--processes", type=int, default=4)
+@click.option("--allocations", is_flag=True, help="Keep every request on the GPU, and where segments lie.")
+def take(names: tuple[str, ...], output: Path, gpu: str, processes: int, allocations: bool) -> None:
+    """Measure on the GPU that is here, or rehearse without one."""
+    ask = (lambda case: rehearsed(case, gpu)) if gpu else measured
+    run(ask, output, processes, names, ("allocations", "segments") if allocations and not gpu else ())
 
 
 @main.command()

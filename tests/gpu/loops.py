@@ -59,7 +59,6 @@ def compiled() -> None:
 
 
 def graphs() -> None:
-    """CUDA graphs, by torch.compile."""
     model = torch.compile(
         nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(8))).cuda(),
         mode="reduce-overhead",

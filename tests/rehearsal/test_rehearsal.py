@@ -172,6 +172,26 @@ def test_steps_that_fit_records_are_no_iterations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_inductor_pads_matrices_without_timing_them(tmp_path: Path) -> None:
+    text = dedent(
+        """
+        import torch
+        net = torch.nn.Linear(2048, 5003, bias=False, device="cuda", dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(net.parameters())
+        step = torch.compile(lambda x: net(x).square().mean(), options={"force_shape_pad": FORCED})
+        for _ in range(2):
+            step(torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)).backward()
+            optimizer.step()
+        """
+    )
+    asked, forced = (
+        rehearse(script(tmp_path, text.replace("FORCED", word)), "h200", iterations=2)
+        for word in ("False", "True")
+    )
+    assert asked.steady.requested_bytes == forced.steady.requested_bytes
+
+
+@pytest.mark.slow
 def test_a_script_without_steps_and_one_that_fails_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
