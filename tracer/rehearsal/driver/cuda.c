@@ -130,7 +130,7 @@ static uint64_t place(uint64_t size) {
     uint64_t at = c->at;
     for (Range *r = c->ranges;; r = r->next) {
       uint64_t hole = (r ? r->at : c->end) - at;
-      if ((c->device == device_now || gpu.major < 9) && hole >= room && hole < best) best = hole, found = at, in = c;
+      if (hole >= room && (gpu.major < 9 ? !found : c->device == device_now && hole < best)) best = hole, found = at, in = c;
       if (!r) break;
       at = rounded(r->at + r->size, 2 * MIB);
     }
