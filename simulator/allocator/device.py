@@ -46,11 +46,14 @@ class DeviceMemory:
         }
 
     def room(self) -> str:
-        """`A100-40: 40.00 GiB, less 704.00 MiB for the CUDA context: 39.31 GiB to use`."""
+        """`A100-40: 40.00 GiB, less 704.00 MiB for the CUDA context (assumed): 39.31 GiB to use`."""
+        from traces.devices import CONTEXT_BYTES
+
         size = show_bytes(self.memory_bytes)
         text = self.name if self.name.endswith(size) else f"{self.name}: {size}"
+        assumed = " (assumed)" * (self.context_bytes == CONTEXT_BYTES)
         if self.context_bytes:
-            text += f", less {show_bytes(self.context_bytes)} for the CUDA context"
+            text += f", less {show_bytes(self.context_bytes)} for the CUDA context{assumed}"
         if self.reserve_bytes:
             text += f", less {show_bytes(self.reserve_bytes)} in reserve"
         less = self.usable_bytes != self.memory_bytes

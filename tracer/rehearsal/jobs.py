@@ -14,8 +14,7 @@ from traces.units import MIB
 GPUS: Final = 8  # of a machine, unless told otherwise
 # What a communicator takes of the GPU's memory, by its ranks: 544 and 688 MiB on four A100 with NVLink, after an all-
 # reduce of 4 MB (NVIDIA/nccl#964). The first message between two ranks connects them: 3.28 GB for seven peers in the
-# first all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685). Others saw 1.6 GB for one and 6 GB for three and
-# more (NVIDIA/nccl#864): it grows with the channels, so with the links and the machines. One rank talks to nobody.
+# first all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685); more channels take more. One talks to nobody.
 COMMUNICATOR_BYTES: Final = {"ONE": 0, "TWO": 544 * MIB, "MORE": 688 * MIB, "PEER": 447 * MIB}
 
 
