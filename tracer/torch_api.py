@@ -75,9 +75,7 @@ USED: Final = {
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     "storage_expired": "torch._C:StorageBase._expired",
     "make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass",
-    "foreach_zero_": "torch:_foreach_zero_",
     "execution_engine": "torch.autograd:Variable._execution_engine",
-    "disable_dynamo": "torch:_disable_dynamo",
     "preserved_versions": "torch.autograd:_unsafe_preserve_version_counter",
     "current_autograd_node": "torch._C:_current_autograd_node",
     "current_graph_task": "torch._C:_current_graph_task_id",
@@ -108,8 +106,6 @@ USED: Final = {
 USED_WITH_CUDA: Final = {
     "clear_cublas_workspaces": "torch._C:_cuda_clearCublasWorkspaces",
     "cudnn_batch_norm_reserve_bytes": "torch._C:_get_cudnn_batch_norm_reserve_space_size",
-    "cuda_memory_stats": "torch._C:_cuda_memoryStats",
-    "cuda_reset_peak_memory_stats": "torch._C:_cuda_resetPeakMemoryStats",
 }
 
 

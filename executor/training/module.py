@@ -31,7 +31,6 @@ from tracer.record.program import Program
 from tracer.record.sketch import names_digest, sketch
 from tracer.step.context import is_fake
 from tracer.torch_api import (
-    disable_dynamo,
     inside_torch_func,
     is_traceable_wrapper_subclass,
     pytree,
@@ -123,7 +122,7 @@ class Planned:
     def __code__(self) -> Any:  # which torch.export asks for
         return self._written().__code__
 
-    @disable_dynamo
+    @torch.compiler.disable
     def watched(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the module. Raises PlanError if it should train by the plan and did not come to it."""
         self._check_own(nn.Module._wrapped_call_impl)
@@ -165,7 +164,7 @@ class Planned:
                 "take copy.deepcopy of it, or copy it before it has a plan."
             )
 
-    @disable_dynamo
+    @torch.compiler.disable
     def _forward(self, args: Any, kwargs: Any) -> Any:
         self._check_own(nn.Module._call_impl)
         module = self.module

@@ -43,10 +43,10 @@ def untouched_loop(build: BuildStep, device: str) -> tuple[int, Untouched]:
 
 
 def _on_cuda(build: BuildStep, device: str) -> tuple[int, Untouched]:
-    from tracer.torch_api import clear_cublas_workspaces, cuda_memory_stats
+    from tracer.torch_api import clear_cublas_workspaces
 
     def requested(which: str) -> int:
-        return int(cuda_memory_stats(torch.cuda.current_device())["requested_bytes"]["all"][which])
+        return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
     gc.collect()
     clear_cublas_workspaces()  # which the loop makes

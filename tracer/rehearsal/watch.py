@@ -72,11 +72,8 @@ class Watch:
         self._highest: dict[str, int] = {}  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
         self._masks: Counter[str] = Counter()
-        # Only a CUDA build has them, and only there does anybody watch.
-        from tracer.torch_api import cuda_memory_stats, cuda_reset_peak_memory_stats
-
-        self._stats = cuda_memory_stats
-        self._reset = cuda_reset_peak_memory_stats
+        self._stats = bindings._cuda_memoryStats  # which only a CUDA build has
+        self._reset = bindings._cuda_resetPeakMemoryStats
         self._driver = null_driver()
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from tracer.precision.policy import OFF, Autocast
 from tracer.step.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
 from tracer.step.release import released
-from tracer.torch_api import foreach_zero_, pytree, replaced
+from tracer.torch_api import pytree, replaced
 from traces.errors import SpecError
 from traces.records.trace import BACKWARD, FORWARD, OPTIMIZER
 
@@ -107,7 +107,7 @@ def run_step(
     if loop.zero_grad == AFTER:
         forget_gradients(trained)
     elif loop.zero_grad == KEEP:
-        foreach_zero_([p.grad for p in trained if p.grad is not None])
+        torch.optim.SGD(trained, foreach=True).zero_grad(set_to_none=False)
     return loss
 
 
