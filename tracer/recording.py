@@ -56,8 +56,10 @@ def record_real(
     draft = trace_step(ending, target, device=device)
     rehearsed = cuda and rehearsing()
     say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {name} ...")
-    measured = measure(draft, ending, device, rounds=rounds, warmup=warmup, say=say)
+    costs, kept, header = measure(draft, ending, device, rounds=rounds, warmup=warmup, say=say)
     peak_bytes, requests = untouched_loop(build, device)
     if releases:
-        draft = trace_step(build, target, device=device, measured=measured.by_name())
-    return measured.finish(draft, untouched=requests, untouched_peak_bytes=peak_bytes)
+        by_name = {row.name: cost for row, cost in zip(draft.rows, costs, strict=True) if cost.source}
+        draft = trace_step(build, target, device=device, measured=by_name)
+    found = draft.priced if releases else costs
+    return draft.finish(found, kept, requests, untouched_peak_bytes=peak_bytes, **header)

@@ -68,9 +68,11 @@ def recorded(spec: BuildStep) -> Draft:
     return trace_step(spec, device("cpu"))
 
 
-def measured(spec: BuildStep) -> Trace:
-    """The trace of one round on the CPU."""
-    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+def measured(spec: BuildStep, draft: Draft | None = None, rounds: int = 1) -> Trace:
+    """The trace of some rounds on the CPU."""
+    draft = draft or recorded(spec)
+    costs, workspaces, header = measure(draft, spec, "cpu", rounds=rounds, warmup=1)
+    return draft.finish(costs, workspaces, **header)
 
 
 @cache

@@ -12,8 +12,7 @@ from torch import fx, nn
 
 from executor import apply_plan
 from executor.verifying import verify
-from tests.torch.steps import build_of, plan_of, recorded
-from tracer.measure.step import measure
+from tests.torch.steps import build_of, measured, plan_of, recorded
 
 
 def cached_unless_compiling(function: Any) -> Any:
@@ -51,7 +50,7 @@ def test_a_cached_table_is_made_by_the_step() -> None:
     build = build_of(make)
     step = recorded(build)
     assert step.trace.ops.target.count("aten.arange.default") == 2
-    real = measure(step, build, "cpu", rounds=1, warmup=1).finish()
+    real = measured(build, step)
     assert verify(build, plan_of(real), "cpu", 2).bit_equal
     assert type(Positions.table(6)) is torch.Tensor  # the cache that eager fills is its own
 

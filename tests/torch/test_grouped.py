@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from executor.verifying import verify
 from simulator.core.problem import Problem
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from tests.torch.steps import build_of, measured, plan_of, recompute_all, recorded
 from tracer.capture.torch_fixes.grouped import true_results
-from tracer.measure.step import measure
 
 
 def operands(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> tuple[Any, Any, Any]:
@@ -79,7 +78,7 @@ def test_a_mixture_of_experts_is_measured_planned_and_verified() -> None:
     assert (
         step.trace.ops.target.count("aten._grouped_mm.default") == 5
     )  # 2 forward; 3 backward, since x has no gradient
-    real = measure(step, build, "cpu", rounds=1, warmup=1).finish()
+    real = measured(build, step)
     plan = plan_of(real, *recompute_all(Problem(real)))
     found = verify(build, plan, "cpu", 2)
     assert found.bit_equal, found.first_difference

@@ -26,7 +26,7 @@ from traces.records.trace import EAGER, MUTATES, VIEW, Trace
 @pytest.fixture(scope="module")
 def real() -> Trace:
     build = load_spec(small_nets.spec("residual"))
-    return measure(recorded(build), build, "cpu", rounds=3, warmup=1).finish()
+    return measured(build, rounds=3)
 
 
 def test_the_real_trace_is_the_fake_one_with_measurements(real: Trace) -> None:
@@ -218,4 +218,4 @@ def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.Monkey
     build = load_spec(small_nets.spec("residual"))
     wholes = iter([5_000_000_000, 9_000_000_000, 8_000_000_000, 7_000_000_000])  # the first warms up
     monkeypatch.setattr(measuring, "_whole_ns", lambda runner: (runner.run(None), next(wholes))[1])
-    assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).finish().time_ns == 8_000_000_000
+    assert measured(build, rounds=3).time_ns == 8_000_000_000

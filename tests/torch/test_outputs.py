@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from executor.verifying import verify
-from tests.torch.steps import build_of, plan_of, recorded
+from tests.torch.steps import build_of, measured, plan_of, recorded
 from tracer.measure.step import measure
 from tracer.step.step import BuildStep
 from traces.errors import CaptureError
@@ -103,7 +103,7 @@ def test_gradients_of_the_batch_are_those_of_a_fresh_batch() -> None:
         lambda: (nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True), lambda y: y.pow(2).mean(), None)
     )
     made = recorded(build)
-    real = measure(made, build, "cpu", rounds=1, warmup=1).finish()
+    real = measured(build, made)
     assert real.ops.target == made.trace.ops.target
     assert not any("add_" in t for t in real.ops.target)
     assert verify(build, plan_of(made.trace), steps=2).bit_equal
@@ -130,7 +130,7 @@ def test_a_copy_with_gaps_has_the_bytes_of_what_it_is_cut_from() -> None:
     copies = [i for i, t in enumerate(trace.ops.target) if t == "aten.copy.default"]
     assert copies
     assert {trace.storages.nbytes[s] for i in copies for s in trace.ops.writes[i]} == {256}
-    real = measure(made, build, "cpu", rounds=1, warmup=1).finish()
+    real = measured(build, made)
     assert [real.ops.events[i] for i in copies] == [(256,)] * len(copies)
 
 

@@ -20,8 +20,7 @@ from executor.measuring import Job, perform
 from simulator.core.problem import Problem
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
-from tests.torch.steps import random_actions, recompute_all, recorded
-from tracer.measure.step import measure
+from tests.torch.steps import measured, random_actions, recompute_all, recorded
 from tracer.step.step import load_spec
 from traces.records.plan import Action, Plan
 from traces.records.trace import Trace
@@ -40,7 +39,7 @@ def job(plan: Plan, path: Path, variant: str = "plan") -> Job:
 def real_trace(model: str, options: dict[str, Any]) -> Trace:
     spec = load_spec(model, options)
     fake = recorded(spec)
-    real = measure(fake, spec, "cpu", rounds=1, warmup=1).finish()
+    real = measured(spec, fake)
     assert real.meta.fingerprint == fake.trace.meta.fingerprint
     return real
 

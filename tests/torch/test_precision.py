@@ -19,7 +19,7 @@ from executor.training.module import apply_plan
 from executor.verifying import KINDS, SCALER, verify
 from simulator.core.problem import Problem
 from tests.torch import small_nets
-from tests.torch.steps import random_actions, recompute_all, recorded
+from tests.torch.steps import measured, random_actions, recompute_all, recorded
 from tracer.measure.step import measure
 from tracer.precision.policy import Autocast, ambient, parse_policy
 from tracer.record.program import program_of
@@ -272,7 +272,7 @@ def test_measuring_begins_with_a_scale_at_which_the_scaler_takes_the_step(
 ) -> None:
     spec = load_spec(OVERFLOWING)
     fake = recorded(spec)
-    assert measure(fake, spec, "cpu", rounds=1, warmup=1).finish().meta.mode == "real"
+    assert measured(spec, fake).meta.mode == "real"
     monkeypatch.setattr("tracer.measure.step.start_low", lambda scaler: None)
     with pytest.raises(TraceError, match="the real step differs"):
         measure(fake, spec, "cpu", rounds=1, warmup=1)

@@ -16,9 +16,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,29 +30,18 @@ from tracer.record.assemble import Draft
 from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.provenance import alloc_conf, rehearsing
-from traces.records.trace import VIEW, Trace
+from traces.records.trace import VIEW
 from traces.units import show_time
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(NamedTuple):
     """The findings of a step on the real device."""
 
-    draft: Draft
     costs: tuple[Cost, ...]  # by op id
     workspaces: tuple[LibraryWorkspace, ...] | None  # that libraries keep; None: not a CUDA device
     header: dict[str, Any]  # what it says in a trace's header
-
-    def by_name(self) -> dict[str, Cost]:
-        """The costs by the name of the op."""
-        return {row.name: cost for row, cost in zip(self.draft.rows, self.costs, strict=True) if cost.source}
-
-    def finish(self, draft: Draft | None = None, **header: Any) -> Trace:
-        """The trace of the draft that was measured, or of another, which has costs of its own."""
-        costs = self.costs if draft in (None, self.draft) else None
-        return (draft or self.draft).finish(costs, self.workspaces, **self.header, **header)
 
 
 def measure(
@@ -115,7 +103,7 @@ def measure(
         "threads": 0 if cuda else torch.get_num_threads(),
         "target": draft.target.name if rehearsed else torch.cuda.get_device_name() if cuda else "cpu",
     }
-    return Measured(draft=draft, costs=costs, workspaces=kept, header=header)
+    return Measured(costs, kept, header)
 
 
 def _warn_if_busy(totals: Sequence[int], say: Callable[[str], None]) -> None:

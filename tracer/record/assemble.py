@@ -1,15 +1,16 @@
 """Record the loss code and the optimizer around a captured model, and put all ops of the step in order.
 
 The loop runs twice on fake tensors with a stand-in for the model that returns outputs and gradients of the right
-layout; the second round is recorded, when the optimizer has its state, from the last call of the model on. Gradients
-that are there by then, of earlier calls or iterations, exist throughout the step.
+layout; of the second round, when the optimizer has its state, the last call of the model is recorded, and what follows.
+Gradients that are there by then, of earlier calls or iterations, exist throughout the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -59,9 +60,6 @@ class Draft:
     storages: tuple[StorageRow, ...]
     meta: TraceMeta  # without what the costs decide
     program: Program
-    graph_ops: tuple[int, ...]  # program op -> op id
-    step: TrainingStep  # on fake tensors, its optimizer with its state
-    mode: FakeTensorMode  # of those
     target: Device
     measured: Measured
 
@@ -119,8 +117,8 @@ def assemble(
     """
     parameters = dict(step.model.named_parameters())
     kind = next(iter(parameters.values())).device.type
-    first, recorder = (EagerRecorder([replace(s) for s in program.storages], kind) for _ in range(2))
-    before, stub = (_Stub(program, r, parameters) for r in (first, recorder))
+    recorder = EagerRecorder([replace(s) for s in program.storages], kind)
+    stub, calls = _Stub(program, recorder, parameters), itertools.count(1)
     gradients: set[int] = set()
 
     def begin(phase: str) -> None:
@@ -132,24 +130,22 @@ def assemble(
                 gradients.update(_gradients(step, recorder))
         recorder.begin(phase)
 
-    with mode, explained(step.name):
-        _know_residents(step, program, first)
-        with first:
-            run_step(step, before, step.optimizer, first.begin)
-        _know_residents(step, program, recorder)
-        with recorder, contextlib.ExitStack() as until_last:
-            until_last.enter_context(recorder.paused())
+    with mode, explained(step.name), recorder, contextlib.ExitStack() as until_last:
+        until_last.enter_context(recorder.paused())
 
-            def last_call() -> None:
+        def model(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 2 * step.loop.accumulate:
                 for name, p in _parameters(step).items():  # of an earlier part or iteration
                     if p.grad is not None:
                         recorder.id_of(p.grad, recorder.row(p.grad, f"gradient of {name}", GRADIENT))
                 until_last.close()
+            return stub(*args, **kwargs)
 
-            stub.told = {before.calls: last_call}
-            run_step(step, stub, step.optimizer, begin)
-            recorder.look()
-    return _arrange(step, mode, program, recorder, stub, gradients, target, meta, measured)
+        run_step(step, model, step.optimizer, begin)
+        _know_residents(step, program, recorder)
+        run_step(step, model, step.optimizer, begin)
+        recorder.look()
+    return _arrange(program, recorder, stub, gradients, target, meta, measured)
 
 
 def _arguments(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -191,8 +187,6 @@ class _Stub:
         # The others stand behind the graph; or those from a row on (the first number) behind one of its ops.
         self.handed: list[tuple[int, int]] = []
         self.handing = False
-        self.calls = 0
-        self.told: dict[int, Callable[[], None]] = {}  # at which call
         self._open = False  # a call whose backward has not run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,10 +237,8 @@ class _Stub:
                 return None, *grads
 
         self._open = True
-        self.calls += 1
         self.tangents, self.handed = [], []
         given = _arguments(args, kwargs)
-        self.told.get(self.calls, lambda: None)()
         anchor, inputs, handing = None, self.parameters, hands_over(self.parameters)
         if handing:  # as in `executor.graphs.hand_over`: not through autograd's graph
             with recorder.paused():
@@ -278,8 +270,6 @@ def _empty_like(val: torch.Tensor) -> torch.Tensor:
 
 
 def _arrange(
-    step: TrainingStep,
-    mode: FakeTensorMode,
     program: Program,
     recorder: EagerRecorder,
     stub: _Stub,
@@ -343,9 +333,6 @@ def _arrange(
         storages=tuple(storages),
         meta=meta,
         program=program,
-        graph_ops=tuple(graph_id),
-        step=step,
-        mode=mode,
         target=target,
         measured=measured,
     )
