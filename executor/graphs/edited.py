@@ -21,7 +21,7 @@ import executor.inverted.ops  # noqa: F401 - all three define ops of lowtide's
 from executor.graphs.tiles import Tiles
 from simulator.core.formats import HOLDS
 from simulator.levers import edited
-from simulator.levers.edit import Argument, Editing, Factor, InTiles, Layout, Like, Op, Taken, Value
+from simulator.levers.edit import Argument, Editing, Factor, InTiles, Layout, Op, Taken, Value
 from tracer.capture.captured import Captured
 from tracer.record.program import GraphOp, Program, program_of
 from tracer.record.rows import tensors_in
@@ -168,11 +168,6 @@ class _Building:
         elif isinstance(given, Layout):
             val = self._maker(given.value).meta["val"]
             yield from (list(val.shape), list(val.stride()), val.dtype)
-        elif isinstance(given, Like):
-            first = like.args[0]
-            assert isinstance(first, fx.Node)
-            what = getattr(first.meta["val"], given.what)
-            yield list(what) if isinstance(what, torch.Size) else what
         elif isinstance(given, Factor):
             factor = self.found[given.head].factor
             assert factor is not None

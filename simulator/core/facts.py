@@ -137,7 +137,6 @@ OFFLOAD: Final = "lowtide.offload.default"
 RELOAD: Final = "lowtide.reload.default"
 WAIT_OUT: Final = "lowtide.wait_out.default"
 PREFETCH: Final = "lowtide.prefetch.default"
-DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
 LATENCY_NS: Final = 15_000  # until a copy begins: a rule of thumb, not measured here
 
 

@@ -92,7 +92,7 @@ class Op:
     arguments: str = ""
     at: int = field(default=-1)  # the op of the trace that this is, or in whose place it stands
     source: int = -1  # the op of the trace that this is or repeats, or whose module it belongs to
-    # What it is called with: `Taken`, `Argument`, `Layout`, `Like`, `Factor`, `InTiles`, or constants; None: the
+    # What it is called with: `Taken`, `Argument`, `Layout`, `Factor`, `InTiles`, or constants; None: the
     # source's own arguments.
     called_with: tuple[Any, ...] | None = None
     # In place of an op's value that the source's arguments name, as far as it lies in a storage: another op's value.
@@ -119,13 +119,6 @@ class Layout:
     """Three arguments: size, strides and type that the value of a storage has where it is made."""
 
     value: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Like:
-    """The shape, type or device of the source's first argument."""
-
-    what: str
 
 
 @dataclass(frozen=True, slots=True)

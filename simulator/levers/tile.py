@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from simulator.core.facts import DROPOUT_MASK
 from simulator.core.problem import Problem
-from simulator.levers.edit import Argument, Editing, Factor, InTiles, Ladder, Like, Op, Taken, Value, new_op
+from simulator.levers.edit import Editing, Factor, InTiles, Ladder, Op, Taken, Value, new_op
 from simulator.levers.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -107,7 +106,6 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     stretch = next((x for x in trace.meta.stretches if x.storage == rewrite.storage), None)
     if stretch is None or rewrite.number < 1:
         raise PlanError(f"storage {rewrite.storage} cannot be made in {rewrite.number} tiles.")
-    _draw(editing, stretch)
     # A smaller batch than the plan's may have fewer rows than tiles.
     number = min(rewrite.number, stretch.rows)
     if stretch.backward is None:
@@ -167,20 +165,6 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
         editing.redirect([old], scaled)
     editing.redirect((editing.op[r.op] for r in stretch.losses), tiles)
     editing.remove([editing.op[i] for i, _ in part.body], tiles)
-
-
-def _draw(editing: Editing, stretch: Stretch) -> None:
-    """Let the masks of dropouts inside be drawn of a shape alone; a GPU's kernel then takes memory in the place of what
-    is dropped (`lowtide::drawn_mask`)."""
-    body = {i for part in stretch.parts for i, _ in part.body}
-    ops = editing.source.ops
-    for i in {i for part in stretch.parts for i, _ in part.inputs if i >= 0}:
-        if ops.target[i] == DROPOUT_MASK and not body.isdisjoint(ops.inputs[i]):
-            op, (x,) = editing.op[i], ops.reads[i]
-            inside = editing.source.meta.device.startswith("cuda") * (editing.value[x].nbytes,)
-            op.events = (*inside, *op.events, *(-n for n in inside))
-            op.target, op.inputs, op.reads = "lowtide.drawn_mask.default", [], []
-            op.called_with = (Like("shape"), Argument(1), Like("dtype"), Like("device"))
 
 
 def _unmade(editing: Editing, result: Result) -> Value:

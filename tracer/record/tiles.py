@@ -6,10 +6,8 @@ or sums over them. In a head the sums are a cross entropy, the last that forward
 number, the gradient of the loss; so all of it runs in forward. An MLP ends where values are narrow again; its backward
 begins with the gradients of those, and makes again what it reads of forward.
 
-A mask of a dropout inside is drawn whole before the tiles, as the untouched step draws it, and taken in rows.
-
 Counts: the ops that `rows_of` knows. Ignores: heads whose loss is more than one cross entropy, or shifts the logits
-and not the targets; other random ops; in heads float16, whose gradients without the factor of a gradient scaler would
+and not the targets; random ops, a dropout among them; in heads float16, whose gradients without the factor of a gradient scaler would
 be rounded to zero; attention; what else is as wide as a head's logits (a teacher's).
 """
 
@@ -25,14 +23,12 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from tracer.capture.passes.dropout import dropout_mask
 from tracer.record.program import GraphOp, Program, is_random
 from tracer.record.rows import tensors_in
 from tracer.torch_api import OpOverload
 from traces.records.trace import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
 
 aten = torch.ops.aten
-DRAWS: Final = dropout_mask._opoverload.overloadpacket
 PRODUCTS: Final = (aten.mm, aten.addmm)
 VIEWS: Final = (aten.view, aten._unsafe_view, aten.reshape)  # which are told sizes
 COPIES: Final = (aten.alias, aten.clone, aten.detach, aten._to_copy, aten.contiguous)
@@ -186,11 +182,7 @@ class _Search:
         for a in n.all_input_nodes:
             if a not in to.lies and a not in to.sums and a is not to.factor and self.belongs(a):
                 self.pull(a)
-        if packet(n) is DRAWS:  # of what is dropped it needs the shape alone
-            x = n.args[0]
-            _require(to.lies.get(x) and x.meta["val"].is_contiguous())
-            self.cut(n, to.lies[x])
-        elif n.target is operator.getitem:  # a cross entropy, or the weight of its targets
+        if n.target is operator.getitem:  # a cross entropy, or the weight of its targets
             _require(packet(n.args[0]) is LOSS)
             self._put(n, SUMMED)
             if n.args[1] == 1:
@@ -286,8 +278,7 @@ class _Search:
     def leaves(self, n: fx.Node) -> tuple[list[fx.Node], list[int], bool]:
         """Who takes a node of the body outside: nodes, numbers of outputs, the optimizer as a gradient."""
         to, captured = self.to, self.captured
-        drawn = [u for u in n.users if packet(u) is DRAWS and u in to.inputs]
-        inside = {*to.lies, *to.sums, *drawn}
+        inside = {*to.lies, *to.sums}
         outside = [u for u in n.users if u not in inside and u.op != "output"]
         returned = [k for k, x in enumerate(captured.outputs) if x is n]
         return outside, returned, n in captured.parameter_grads or n in captured.argument_grads

@@ -7,8 +7,6 @@ the same numbers come out, bit by bit, and only the first of them is random.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
@@ -29,20 +27,6 @@ def dropout_mask(x: torch.Tensor, p: float) -> torch.Tensor:
 @dropout_mask.register_fake
 def _(x: torch.Tensor, p: float) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.bool)
-
-
-@torch.library.custom_op("lowtide::drawn_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def drawn_mask(size: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The mask that `dropout_mask` would draw for a contiguous tensor, which need not exist."""
-    if device.type == "cpu":
-        return torch.empty(size, dtype=torch.bool).bernoulli_(1.0 - p)
-    x = torch.empty(size, dtype=dtype, device=device)  # of whose values the mask is no function
-    return dropout_mask(x, p)
-
-
-@drawn_mask.register_fake
-def _(size: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bool, device=device)
 
 
 def _scale(p: float, x: torch.Tensor) -> float:
