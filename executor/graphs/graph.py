@@ -13,7 +13,6 @@ import torch
 from torch import fx, nn
 
 from executor.graphs import hand_over
-from executor.graphs.unreached import without
 from executor.rewrite import Rewritten, rewrite
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
@@ -23,6 +22,7 @@ from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, Input, Joint, input
 from tracer.capture.passes.batch_norm import without_statistics
 from tracer.precision.policy import ambient
 from tracer.record.program import Program, program_of
+from tracer.step.loop import fit_tangent
 from tracer.step.release import hands_over
 from tracer.torch_api import (
     BoxedCodeGen,
@@ -46,6 +46,9 @@ _WHOLE: Final = {
     4: (torch.int32, torch.int32),
     8: (torch.int64, torch.int64),
 }
+LEFT_OUT: Final = (
+    "the loss leaves out an output that the plan's loss uses, {}; plan again for a step with this loss."
+)
 PASSED_ON: Final = ("detach", "alias", "_to_copy", "view_as")  # by code that only hands outputs on
 Decide = Callable[["Graph"], tuple[Program, Sequence[Action]]]
 
@@ -186,7 +189,7 @@ class Graph:
 
     def backward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         """Return what runs backward."""
-        whole, partial = _boxed(module), dict[tuple[int, ...], fx.GraphModule]()
+        run = _boxed(module)
         holders = module.graph.find_nodes(op="placeholder")
         tangents = [k for k, n in enumerate(holders) if "tangent_of" in n.meta]
         places = [k for k, x in enumerate(self.inputs) if x.kind == PARAMETER]
@@ -199,15 +202,18 @@ class Graph:
                         "an argument was changed in place between forward and backward, and the backward of a planned "
                         "step reads it: change it after backward, or give the model a clone."
                     )
-            gone = tuple(k for k in tangents if values[k] is None)
-            if gone and gone not in partial:
-                partial[gone] = without(module, frozenset(holders[k].name for k in gone))
-                _boxed(partial[gone])
-            used = partial[gone] if gone else module
+            gone = [k for k in tangents if values[k] is None]
+            for k in gone:
+                like = holders[k].meta["val"]
+                if known.parameters or any(isinstance(n, torch.SymInt) for n in like.shape):
+                    raise PlanError(
+                        LEFT_OUT.format("in a call of other sizes, or a loop that frees gradients")
+                    )
+                values[k] = fit_tangent(None, like)
             if known.parameters:
                 self.awaits = False
-                return hand_over.backward(used, known.parameters, places, values)
-            return used.forward(values) if gone else whole(values)
+                return hand_over.backward(module, known.parameters, places, values)
+            return _reached(module.graph, {holders[k] for k in gone}, run(values)) if gone else run(values)
 
         return _marked_boxed(call)
 
@@ -269,6 +275,25 @@ class Graph:
             return outputs
 
         return torch.compiler.disable(call)
+
+
+def _reached(graph: fx.Graph, gone: set[fx.Node], grads: Sequence[Any]) -> list[Any]:
+    """The gradients that a backward made with zeros in the places of those that are gone; None where nothing else
+    comes, as of autograd itself, since an optimizer tells that from zeros. Raises PlanError if a zero may have passed
+    through an infinite derivative.
+    """
+    there = {n for n in graph.find_nodes(op="placeholder") if "tangent_of" in n.meta} - gone
+    lost = set(gone)
+    for n in graph.nodes:
+        if not there.isdisjoint(n.all_input_nodes):
+            there.add(n)
+        elif not lost.isdisjoint(n.all_input_nodes):
+            lost.add(n)
+    (output,) = graph.find_nodes(op="output")
+    found = [None if n in lost else g for n, g in zip(output.args[0], grads, strict=True)]
+    if any(isinstance(g, torch.Tensor) and bool(g.isnan().any()) for g in found):
+        raise PlanError(LEFT_OUT.format("and a gradient is NaN, maybe for that reason alone"))
+    return found
 
 
 class Unplanned(torch.autograd.Function):

@@ -719,16 +719,21 @@ def values_that_a_library_checks(m: Any) -> Any:
 
 
 class Heads(nn.Module):
-    """The second head's gradient is NaN where a zero comes back into it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.trunk, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.trunk(x).sigmoid()
-        b = self.b(h)
-        return {"a": self.a(h).sigmoid(), "b": (b.sum() * 0).sqrt() + b.square()}
+        return {"a": self.a(h).sigmoid(), "b": self.b(h).square()}
+
+
+class Steep(Heads):
+    """The second head's gradient is NaN where a zero comes back into it."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = super().forward(x)
+        return {**out, "b": (out["b"].sum() * 0).sqrt() + out["b"]}
 
 
 @row(net=Heads)
@@ -745,6 +750,12 @@ def one_output_alone(m: Any) -> Any:
 Halves = made_of(lambda s, x: tuple(part.sigmoid() for part in s.linear(x).sigmoid().split(4, 1)))
 
 
+rows(
+    "leaves out an output",
+    Heads,
+    one_output_at_another_size=lambda m: (step(m), m(batch()[:3])["a"].sum().backward()),
+)
+rows("leaves out an output", Steep, one_output_without_a_steep_one=lambda m: m(batch())["a"].sum().backward())
 rows(net=Halves, one_half_alone=lambda m: m(batch())[1].sum().backward())
 
 

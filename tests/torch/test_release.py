@@ -349,6 +349,20 @@ def test_a_backward_that_passes_the_parameters_by_is_told() -> None:
     assert not torch.equal(planned.c.weight, before)
 
 
+class Two(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x).sigmoid(), super().forward(x).tanh()
+
+
+def test_a_loss_that_leaves_an_output_out_is_refused_where_gradients_are_freed() -> None:
+    model, x = Two(8, 8), torch.randn(4, 8)
+    own_hooks(model)
+    settings: Any = {"budget": "100%", "release_gradients": True, "say": lambda line: None}
+    planned = fit(model, x, loss=lambda out: out[0].sum() + out[1].sum(), optimizer="sgd", **settings)
+    with pytest.raises(PlanError, match="the loss leaves out an output"):
+        planned(x)[0].sum().backward()
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

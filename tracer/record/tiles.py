@@ -7,8 +7,8 @@ number, the gradient of the loss; so all of it runs in forward. An MLP ends wher
 begins with the gradients of those, and makes again what it reads of forward.
 
 Counts: the ops that `rows_of` knows. Ignores: heads whose loss is more than one cross entropy, or shifts the logits
-and not the targets; random ops, a dropout among them; in heads float16, whose gradients without the factor of a gradient scaler would
-be rounded to zero; attention; what else is as wide as a head's logits (a teacher's).
+and not the targets; random ops, a dropout among them; in heads float16, whose gradients without the factor of a
+gradient scaler would be rounded to zero; attention; what else is as wide as a head's logits (a teacher's).
 """
 
 from __future__ import annotations
