@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 MOST_LINES = 8
 FIGURES = ("requested", "allocated", "reserved", "in all")
 STEADY = 3  # iterations after which the step repeats itself
-APPLY = "executor.training.module:apply_plan"  # in the process on the null driver
+# In the process on the null driver.
+APPLY = "executor.training.module:apply_plan"
+SHARD = "executor.rehearsed.shard:sharded"
 
 
 def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
@@ -62,6 +64,9 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 )
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
 @click.option(
+    "--shard", type=click.Choice(["fsdp2", "ddp"]), help="Shard MODEL so; its batch is that of each rank."
+)
+@click.option(
     "--budget",
     help="Plan the model's blocks within this much of the GPU, as by nvidia-smi: a size, or a share of "
     "what it takes untouched (80%).",
@@ -81,6 +86,7 @@ def rehearse(
     ranks: tuple[int, ...],
     rank: tuple[int, ...],
     nodes: int | None,
+    shard: str | None,
     budget: str | None,
     output: Path | None,
     seed: int,
@@ -95,12 +101,13 @@ def rehearse(
 
     A distributed script runs as one of its ranks: with --ranks, or as the line that starts it says, which begins with
     `torchrun`, `accelerate launch` or `python -m torch.distributed.run`. The other ranks are not there; each is taken
-    to hold what this one holds.
+    to hold what this one holds. A model for one GPU is sharded with --shard.
 
     \b
     execute rehearse bert-base --batch-size 16 --seq-len 512 --gpu h100
     execute rehearse train.py --gpu a100-80 -- --epochs 1
     execute rehearse train.py --gpu h100 --ranks 8 --rank 0,7
+    execute rehearse gpt2 --gpu h100 --ranks 8 --shard fsdp2
     execute rehearse train.py --gpu h100 --ranks 1,2,4,8        what shrinks with ranks, and what does not
     execute rehearse --gpu h100 -- torchrun --nproc-per-node 8 train.py --epochs 1
 
@@ -125,6 +132,8 @@ def rehearse(
         module=launch is not None and launch.module,
         plan=plan,
         apply=APPLY,
+        script=True if jobs[0][0] and not shard else None,
+        shard=(SHARD, shard) if shard else (),
         seed=seed,
         iterations=iterations,
         alloc_conf=alloc_conf,
@@ -144,7 +153,7 @@ def rehearse(
         file = snapshot
         if snapshot and job and len(jobs) > 1:
             file = snapshot.with_stem(f"{snapshot.stem}-{number}-of-{job.ranks}")
-        found.append(one(gpu, snapshot=file, script=True if job else None, job=job, rank=number))
+        found.append(one(gpu, snapshot=file, job=job, rank=number))
     if len(found) == 1:
         out.show(found[0].to_json, lambda: in_words(found[0]))
     else:
@@ -170,7 +179,7 @@ def _within_budget(
 
     large = replace(device(gpu), memory_bytes=LARGE_BYTES)
     check_budget(budget)
-    one = partial(run, large, script=True if job else None)
+    one = partial(run, large)
     twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
     more = partial(one, job=twice, rank=number) if twice else None
     found = plan_within(budget, partial(one, job=job, rank=number), more, out.say)
@@ -276,6 +285,7 @@ def _title(found: Rehearsal, ranks: bool = True) -> str:
     env = found.environment
     conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
     rank = f", rank {found.rank} of {found.ranks}" if ranks and found.ranks else ""
+    rank += f", {found.shard}, its batch on each rank" if found.shard else ""
     return f"{found.model} on {found.gpu}{rank}, torch {env.get('torch', '?')}{conf}: {found.provenance}"
 
 

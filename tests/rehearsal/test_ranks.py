@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from executor.cli.main import execute
+from executor.rehearsed.shard import sharded
 from tests.rehearsal.test_rehearsal import script
 from tracer.rehearsal.jobs import COMMUNICATOR_BYTES, GPUS, Job, jobs_of, launch_of
 from tracer.rehearsal.record import Peaks, Rehearsal
 from tracer.rehearsal.run import rehearse
+from tracer.step.step import load_spec
 from traces.devices import CONTEXT_BYTES, device
 from traces.errors import SpecError
 from traces.units import GIB, MIB
@@ -187,6 +192,73 @@ def test_a_rank_fits_by_the_sum_of_what_torch_and_nccl_take(tmp_path: Path) -> N
     found = rehearse(large, board, script=True, job=Job(ranks=8), iterations=2)
     assert not found.fits
     assert found.figures.peak_reserved_bytes + CONTEXT_BYTES < board.memory_bytes < found.gpu_bytes
+
+
+BOTH = """
+import os, sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tests.rehearsal.distributed import Net, batch
+
+def build():
+    model = Net()
+    with torch.device("cuda"):
+        x, y = batch()
+    return model, (x, y), lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), adamax(model)
+
+def adamax(model):
+    groups = [{"params": list(model.layers.parameters()), "eps": 1e-6}, {"params": list(model.head.parameters())}]
+    return torch.optim.Adamax(groups, foreach=True)
+
+if __name__ == "__main__":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    model, (x, y), loss = build()[:3]
+    if sys.argv[1] == "ddp":
+        sharded, mixed = DistributedDataParallel(model.cuda(), device_ids=[int(os.environ["LOCAL_RANK"])]), True
+    else:
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in (*model.layers, model):
+            sharded = fully_shard(block, mp_policy=mixed)
+    optimizer = adamax(model)
+    while True:
+        sharded.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=mixed is True):
+            value = loss(sharded(x), y)
+        value.backward()
+        optimizer.step()
+        del value
+"""
+
+
+@pytest.mark.parametrize("how", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_model_for_one_gpu_is_sharded_as_a_script_would(tmp_path: Path, how: str) -> None:
+    """To the byte, and its optimizer holds what the model does then."""
+    words = ["--gpu", "h100", "--ranks", "8", "--rank", "3", "--shard", how, "--amp", "bf16", "--json", "-q"]
+    program = script(tmp_path, BOTH)
+    done = CliRunner().invoke(execute, ["rehearse", f"{program}:build", *words, "--iterations", "3"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    ours = json.loads(done.stdout)
+    written = rehearse(program, "h100", arguments=(how,), script=True, job=Job(ranks=8), rank=3, iterations=3)
+    for key in ("iterations", "gpu_bytes", "communicators"):
+        assert ours[key] == json.loads(json.dumps(written.to_json()[key])), key
+    assert (ours["shard"], written.shard) == (how, "")
+
+
+def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
+    step = load_spec("resnet18", {"batch_size": 2, "image_size": 32})("cpu")
+    halves = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    for change, why in (
+        ({"loop": replace(step.loop, release_gradients=True)}, "not released"),
+        ({"loss_parameters": {"loss.weight": halves}}, "--join-loss"),
+        ({"model": nn.ParameterList([halves])}, "sharded already"),
+    ):
+        with pytest.raises(SpecError, match=why):
+            sharded(replace(step, **change), "fsdp2")
+    for model, job in (("resnet18", None), (script(tmp_path, ALONE), Job(ranks=2))):
+        with pytest.raises(SpecError, match="leave --shard out"):
+            rehearse(model, "h100", shard=("a:b", "ddp"), job=job)
 
 
 @pytest.mark.slow

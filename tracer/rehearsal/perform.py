@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import pkgutil
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from tracer.environment import environment
 from tracer.rehearsal.record import Rehearsal
 from tracer.rehearsal.watch import Enough, Watch, names, null_driver
 from tracer.rehearsal.words import Said, Unheard, Words
+from tracer.step import context
 from tracer.step.context import initialisers_without_values
 from tracer.step.loop import TrainingStep, run_step
-from tracer.step.step import load_spec
-from tracer.torch_api import FakeTensorMode
+from tracer.step.step import BuildStep, load_spec
+from tracer.torch_api import FakeTensorMode, replaced
 from traces.errors import LowtideError, SpecError
 from traces.files import replacing, to_json
 
@@ -38,6 +39,7 @@ def do(
     plan: str,
     apply: str,
     around: Sequence[str],
+    shard: Sequence[str],
     iterations: int,
     snapshot: str,
     module: bool = False,
@@ -70,7 +72,7 @@ def do(
             if script:
                 _script(model, arguments, watch, module=module)
             else:
-                step = load_spec(model, dict(options), seed=seed)("cuda")
+                step = _step(load_spec(model, dict(options), seed=seed), shard, local_rank)
                 _loop(step, _planned(step.model, plan, apply), iterations, watch)
     except Unheard as word:
         failed = False
@@ -113,20 +115,31 @@ def do(
         out_of_memory=out_of_memory,
         communicators=communicators,
         communicators_bytes=taken,
+        shard=shard[-1] if shard else "",
     )
     return to_json(done)
 
 
+def _step(build: BuildStep, shard: Sequence[str], local_rank: int) -> TrainingStep:
+    """The step as it is built; to be sharded, with the model still on the CPU."""
+    if not shard:
+        return build("cuda")
+    torch.cuda.set_device(local_rank)
+    with replaced(context, placed=lambda *_: None):
+        step = build("cuda")
+    function, *given = shard
+    sharded: TrainingStep = pkgutil.resolve_name(function)(step, *given)
+    return sharded
+
+
 def _planned(model: nn.Module, plan: str, apply: str) -> Any:
     """Return what is called in place of the model."""
-    module, _, name = apply.partition(":")
-    return getattr(import_module(module), name)(model, plan) if plan else model
+    return pkgutil.resolve_name(apply)(model, plan) if plan else model
 
 
 def _around(function: str = "", *given: str) -> Any:
     """The context in which the loop runs."""
-    module, _, name = function.partition(":")
-    return getattr(import_module(module), name)(*given) if function else nullcontext()
+    return pkgutil.resolve_name(function)(*given) if function else nullcontext()
 
 
 def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None:

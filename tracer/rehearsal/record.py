@@ -92,6 +92,7 @@ class Rehearsal:
     ranks: int = 0  # of the distributed job; 0: the program was started alone
     communicators: tuple[Communicator, ...] = ()  # all that were made, in order
     communicators_bytes: int = 0  # of the GPU's memory, what they took together at most; assumed
+    shard: str = ""  # how a model for one GPU was sharded: fsdp2 or ddp; the batch is each rank's own
 
     @property
     def outside_bytes(self) -> int:

@@ -42,6 +42,7 @@ def rehearse(
     plan: Path | None = None,
     apply: str = "",
     around: tuple[str, ...] = (),
+    shard: tuple[str, ...] = (),
     seed: int = 0,
     iterations: int = ITERATIONS,
     alloc_conf: str = "",
@@ -66,6 +67,8 @@ def rehearse(
         plan: the file of a plan for the model; apply: the "module:function" that applies it, which takes the model and
             the file and returns the model to call.
         around: the "module:function" of a context in which the loop or the script runs, and its arguments.
+        shard: the "module:function" that makes the step of one of several ranks of the step that was built, its model
+            on the CPU, and its arguments.
         seed: of the random generators.
         iterations: how many are run, by default as many as a prediction plays; of a script, after how many optimizer
             steps it is ended.
@@ -87,9 +90,13 @@ def rehearse(
     board = device(gpu) if isinstance(gpu, str) else gpu
     runs_script = module or (is_script(model) if script is None else script)
     _check(model, runs_script, options or {}, arguments, plan)
-    if job and not module and not Path(model).is_file():
+    if shard and (runs_script or job is None):
+        why = "a script shards its model itself" if runs_script else "it belongs to a job of several --ranks"
+        raise SpecError(f"{model}: leave --shard out; {why}.")
+    if job and not (shard or module or Path(model).is_file()):
         raise SpecError(
-            f"{model} is no script, and only a script runs as one of several ranks; name a .py file."
+            f"{model} is no script, and only a script runs as one of several ranks by itself; name a .py file, or say "
+            "with --shard how to shard the model."
         )
     given = {
         "model": model,
@@ -100,6 +107,7 @@ def rehearse(
         "plan": str(plan or ""),
         "apply": apply,
         "around": around,
+        "shard": shard,
         "iterations": iterations,
         "snapshot": str(snapshot.absolute()) if snapshot else "",
         "context_bytes": CONTEXT_BYTES,

@@ -57,8 +57,13 @@ def moved(device: str, model: nn.Module, *batch: torch.Tensor) -> tuple[torch.Te
     """A batch on the device, to which the model is moved first, as a training script does. Fake ones are there."""
     if is_fake():
         return batch
-    model.to(device)
+    placed(model, device)
     return tuple(x.to(device) for x in batch)
+
+
+def placed(model: nn.Module, device: str) -> None:
+    """Move a model that was made on the CPU; replaced where it is to wait there, to be sharded."""
+    model.to(device)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.step.batch import split_batch, to_device
+from tracer.step.context import moved
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import move_state
 from tracer.step.user_errors import blame
@@ -64,9 +65,9 @@ class UserStep:
         device: str,
     ) -> TrainingStep:
         mode = detect_fake_mode()
-        for module in (model, loss):
-            if mode is None and isinstance(module, nn.Module):
-                module.to(device)
+        moved(device, model)
+        if mode is None and isinstance(loss, nn.Module):
+            loss.to(device)
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
         optimizer = self._optimizer(model, loss, optimizer)

@@ -1,0 +1,64 @@
+"""In a rehearsal's process: shard a step that was built for one GPU among the ranks of its job, as people do it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from executor.training.wrapped import blocks_of
+from tracer.precision.policy import OFF
+from tracer.step.loop import TrainingStep
+from tracer.torch_api import is_traceable_wrapper_subclass
+from traces.errors import SpecError
+
+
+def sharded(step: TrainingStep, how: str) -> TrainingStep:
+    """The step of one rank, whose batch is that of the given step. The model is on the CPU, and moves here.
+
+    fsdp2: `fully_shard` of each block (`blocks_of`), then of the root; mixed precision, with gradients reduced in
+    float32, in place of autocast. ddp: DistributedDataParallel. Ignores: `no_sync`, and what else scripts choose.
+
+    Raises:
+        SpecError: it cannot be sharded, and why.
+    """
+    model, optimizer = step.model, step.optimizer
+    for wrong, why in (
+        (any(map(is_traceable_wrapper_subclass, model.parameters())), "its model is sharded already"),
+        (step.loss_parameters, "its loss has parameters of its own, which no rank shares; give --join-loss"),
+        (step.loop.release_gradients, "gradients that are reduced are not released in backward"),
+    ):
+        if wrong:
+            raise SpecError(f"{step.name} cannot be sharded: {why}. Or rehearse a script that shards it.")
+    dist.init_process_group("nccl")
+    if how == "ddp":
+        wrapped = DistributedDataParallel(model.cuda(), device_ids=[torch.cuda.current_device()])
+        return replace(step, model=wrapped)
+    given: dict[str, Any] = {}
+    if step.autocast.dtype:
+        dtype = getattr(torch, step.autocast.dtype)
+        given["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    names, groups = (
+        {p: name for name, p in model.named_parameters()},
+        optimizer.param_groups if optimizer else [],
+    )
+    for group in groups:
+        group["params"] = [names[p] for p in group["params"]]
+    if optimizer:
+        optimizer.state.clear()
+    names.clear()  # nothing holds the whole parameters now
+    for module in (*blocks_of(model).values(), model):
+        fully_shard(module, **given)
+    if optimizer is not None:
+        named, kind = dict(model.named_parameters()), type(optimizer)
+        known = inspect.signature(kind).parameters
+        optimizer = kind(
+            [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
+            **{k: v for k, v in optimizer.defaults.items() if k in known},
+        )
+    return replace(step, optimizer=optimizer, autocast=OFF)
