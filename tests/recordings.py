@@ -2,19 +2,20 @@
 
 `.events` (action, address, size_bytes, stream), and the state before the first event as `.start_segments` (address,
 size_bytes, small_pool, stream) and `.start_blocks` (address, size_bytes: blocks in use). Of torch 2.11 and older. All
-begin midway, with a state that is known; `read_recording` refuses such recordings, as snapshots do not tell it.
+begin midway, with a state that is known, which snapshots do not tell.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from simulator.allocator.caching import Allocator, Block
-from simulator.allocator.replay import Event, running_reserved
+from simulator.allocator.replay import GETS, GIVES_BACK, Event
 from simulator.allocator.settings import LOWEST_ADDRESS, AllocatorSettings
 from traces.units import MIB
 
@@ -72,7 +73,9 @@ class Recorded:
 
     def peaks(self) -> tuple[int, int]:
         """The highest reserved memory, and that at the end, as recorded."""
-        return running_reserved(self.events, self.start_bytes)
+        changes = (e.size_bytes * ((e.action in GETS) - (e.action in GIVES_BACK)) for e in self.events)
+        reserved = list(accumulate(changes, initial=self.start_bytes))
+        return max(reserved), reserved[-1]
 
     def play(self) -> None:
         """Ask the simulated allocator for all that was asked for."""

@@ -1,15 +1,14 @@
 """Read what torch.cuda.memory._dump_snapshot() recorded of a real GPU's allocator, and ask the simulated one the same.
 
 A pickle is a program, and its one way to do harm is to name something to import and call. Here no name is resolved, so
-nothing is called; what remains is the size of what it builds, which is bounded while it loads. A history must begin
-before the first allocation: of what was there before it, a snapshot tells neither sizes nor order.
+nothing is called; what remains is the size of what it builds, which is bounded while it loads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args
@@ -160,74 +159,23 @@ def reading(source: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """One device's allocator: what happened from its first request on, and what it said of itself."""
+    """What one device's allocator was asked for, from its first request on."""
 
-    source: str
-    device: int
     events: tuple[Event, ...]
     settings: AllocatorSettings
-    peak_reserved_bytes: int
+    midway: bool  # some of it was there when the recording began: it is asked for first
     notes: tuple[str, ...] = ()  # what had to be assumed, for people
 
 
-def read_recording(path: str | Path) -> Recording:
-    """Read a snapshot; raises TraceError as `recording_from_snapshot` does."""
-    return recording_from_snapshot(load_plain(Path(path)), str(path))
-
-
-def recording_from_snapshot(data: Any, source: str) -> Recording:
-    """Build a recording of the first device that recorded anything. Raises TraceError: not a snapshot, no events,
-    private pools, or events that do not lead from an empty allocator to the final state.
-    """
-    with reading(source):
-        snapshot = convert(data, Snapshot)
-        device, told, pools_named = snapshot.of_device()
-    events = tuple(e for e in told if e.action != OUT_OF_MEMORY)
-    if not events:
-        raise TraceError(f"{source}: no events were recorded; {RECORD}.")
-    segments = [s for s in snapshot.segments if s.device == device]
-    if private := {s.segment_pool_id for s in segments} - {POOL}:
-        raise TraceError(
-            f"{source}: {len(private)} private pools (of CUDA graphs, or a MemPool) are in use, and only torch's own "
-            "pool is simulated; record without them."
-        )
-    peak, final = running_reserved(events)
-    if final != (there := sum(s.total_size for s in segments)):
-        raise _midway(source, f"it asked for {final:,} bytes of what is reserved at the end, {there:,}")
-    in_use = snapshot.in_use(device)
-    if left_by(events, source) != in_use.keys():
-        raise _midway(source, "the blocks that are in use at the end are not those that it asked for")
-    settings, notes = settings_of(snapshot.allocator_settings, pools_named)
-    return Recording(
-        source=source, device=device, events=events, settings=settings, peak_reserved_bytes=peak, notes=notes
-    )
-
-
-def running_reserved(events: Sequence[Event], start_bytes: int = 0) -> tuple[int, int]:
-    """The peak and the last value of reserved bytes that the segment events spell out."""
-    now = peak = start_bytes
-    for e in events:
-        now += e.size_bytes * ((e.action in GETS) - (e.action in GIVES_BACK))
-        peak = max(peak, now)
-    return peak, now
-
-
-def left_by(events: Sequence[Event], source: str) -> set[int]:
-    """The addresses of the blocks that are in use at the end. Raises TraceError: an event that nothing goes before."""
+def in_order(events: Iterable[Event]) -> bool:
+    """Return whether before each event of a block there is what must have happened before."""
     last: dict[int, str] = {}
     for e in events:
         if e.action in BEFORE:
             if last.get(e.address, "free_completed") != BEFORE[e.action]:
-                raise _midway(source, f"nothing goes before the event {e.action} of the block at {e.address}")
+                return False
             last[e.address] = e.action
-    return {at for at, action in last.items() if action != "free_completed"}
-
-
-def _midway(source: str, why: str) -> TraceError:
-    return TraceError(
-        f"{source}: the history begins midway, lacks events or is damaged: {why}; {RECORD}, without skip_actions and "
-        "with enough max_entries."
-    )
+    return True
 
 
 def settings_of(data: Any, pools_named: bool) -> tuple[AllocatorSettings, tuple[str, ...]]:

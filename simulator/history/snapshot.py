@@ -77,30 +77,27 @@ def history_of(data: Any, source: str) -> History:
     )
 
 
-def from_what_was_there(data: Any, source: str) -> Recording | None:
-    """A recording that begins midway, with what was there already asked for before it, by address; None: it has private
-    pools, or lacks events.
+def recording_of(data: Any, source: str) -> Recording:
+    """What the first device that recorded anything was asked for; what was there when that began, first and by address.
+    Raises TraceError: no snapshot, or one without events, with private pools, or that lacks events.
 
-    Ignores: where that lay, and between which free pieces.
+    Ignores: where that lay which was there, and between which free pieces.
     """
     with reading(source):
         snapshot = convert(data, Snapshot)
         device, events, pools_named = snapshot.of_device()
-    segments = [s for s in snapshot.segments if s.device == device]
-    if any(s.segment_pool_id != replay.POOL for s in segments):
-        return None
+    if private := {s.segment_pool_id for s in snapshot.segments if s.device == device} - {replay.POOL}:
+        raise TraceError(
+            f"{source}: {len(private)} private pools (of CUDA graphs, or a MemPool) are in use, and only torch's own "
+            "pool is simulated; record without them."
+        )
     blocks, areas = _there(snapshot, device, events, -1)
-    before = tuple(Event("alloc", address, size) for address, (size, _) in sorted(blocks.items()))
+    before = (Event("alloc", address, size) for address, (size, _) in sorted(blocks.items()))
     asked = (*before, *(e for e in events if e.action != replay.OUT_OF_MEMORY))
-    try:
-        replay.left_by(asked, source)
-    except TraceError:
-        return None
-    peak, _ = replay.running_reserved(events, sum(end - begin for begin, end, _ in areas))
+    if not asked or not replay.in_order(asked):
+        raise TraceError(f"{source}: the history lacks events or is damaged; {replay.RECORD}.")
     settings, notes = replay.settings_of(snapshot.allocator_settings, pools_named)
-    return Recording(
-        source=source, device=device, events=asked, settings=settings, peak_reserved_bytes=peak, notes=notes
-    )
+    return Recording(events=asked, settings=settings, midway=bool(areas), notes=notes)
 
 
 def _totals(

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from simulator.allocator.device import GROWING
-from simulator.allocator.replay import Recording, peak_reserved, recording_from_snapshot
+from simulator.allocator.replay import peak_reserved
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.history.read import Source
 from simulator.history.run import UNNAMED, History, listed
-from simulator.history.snapshot import from_what_was_there
+from simulator.history.snapshot import recording_of
 from simulator.prediction.ask import Question, ask
 from simulator.prediction.step import Prediction
 from simulator.show.tables import Table, table
@@ -145,12 +145,10 @@ def _over(source: Source, question: Question) -> int | None:
 def _by_settings(source: Source, question: Question, over: int) -> list[Remedy]:
     """What the same requests come to under the settings that are asked about, or with expandable segments. Ignores:
     what the program would have done otherwise."""
-    name, about, conf = source.history.name, "", question.alloc_conf or GROWING
+    conf = question.alloc_conf or GROWING
     try:
-        recording: Recording | None = recording_from_snapshot(source.snapshot, name)
+        recording = recording_of(source.snapshot, source.history.name)
     except TraceError:
-        recording, about = from_what_was_there(source.snapshot, name), "about "
-    if recording is None:
         words = f"{conf}, of which nobody knows what it would do here (private pools, or events that "
         return [Remedy(name="settings", words=f"{words}were lost)")]
     # Which of equal blocks is taken goes by the version of torch, not by the text.
@@ -158,7 +156,7 @@ def _by_settings(source: Source, question: Question, over: int) -> list[Remedy]:
     if other == recording.settings:
         return []
     now, grown = (peak_reserved(recording, s) for s in (recording.settings, other))
-    words = f"PYTORCH_ALLOC_CONF={conf}, which reserves {about}{show_bytes(grown)} for the same "
+    words = f"PYTORCH_ALLOC_CONF={conf}, which reserves {'about ' * recording.midway}{show_bytes(grown)} for the same "
     words += f"requests in place of {show_bytes(now)}" + ", not enough by itself" * (now - grown < over)
     words = "; ".join([words, *recording.notes])
     return [Remedy(name="settings", words=words, saves_bytes=now - grown)]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from simulator.allocator.replay import peak_reserved, recording_from_snapshot
+from simulator.allocator.replay import peak_reserved
 from simulator.cli.main import main
 from simulator.core.facts import OFFLOAD
 from simulator.core.problem import peak_by_category
 from simulator.history.export import AGAIN, perfetto_of, snapshot_of
-from simulator.history.snapshot import history_of
+from simulator.history.snapshot import history_of, recording_of
 from simulator.prediction.ask import plan as planned
 from simulator.prediction.ask import simulate
 from tests.core.test_history import chain
@@ -32,8 +32,8 @@ def test_an_exported_step_is_what_the_replay_says(recomputed: tuple[int, ...]) -
     assert h.peak_bytes == c.planned.timeline.peak_allocated_bytes
     assert h.parts["category"] == {k: n for k, n in there.items() if n}
     assert "net.1" in h.parts["module"]
-    recording = recording_from_snapshot(data, "s")
-    assert peak_reserved(recording, recording.settings) == recording.peak_reserved_bytes
+    recording = recording_of(data, "s")
+    assert peak_reserved(recording, recording.settings) == h.most_reserved_bytes
     for s in data["segments"]:
         assert s["total_size"] == sum(b["size"] for b in s["blocks"])
     told = {f["name"]: f["line"] for e in data["device_traces"][0] for f in e["frames"]}
@@ -49,7 +49,7 @@ def test_an_exported_step_of_a_gpu_reserves_what_is_predicted(conf: str) -> None
     h = history_of(data, "s")
     assert h.peak_bytes == reserved.peak_requested_bytes
     assert h.most_reserved_bytes == reserved.peak_reserved_bytes == max(there for _, there in h.curve)
-    recording = recording_from_snapshot(data, "s")
+    recording = recording_of(data, "s")
     assert peak_reserved(recording, recording.settings) == reserved.peak_reserved_bytes
 
 

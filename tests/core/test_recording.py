@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from simulator.allocator.caching import Allocator, Block, Pool
-from simulator.allocator.replay import peak_reserved, read_recording, recording_from_snapshot
+from simulator.allocator.replay import load_plain, peak_reserved
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
     OLDER_BLOCK,
@@ -20,6 +20,7 @@ from simulator.allocator.settings import (
     as_in,
     parse_alloc_conf,
 )
+from simulator.history.snapshot import recording_of
 from tests import recordings
 from tests.commands import simulate
 from traces.errors import TraceError
@@ -135,7 +136,7 @@ def write(path: Path, data: object) -> Path:
 
 
 @pytest.mark.parametrize("before", ["a block", "a block that is freed", "a cached segment"])
-def test_a_history_that_begins_midway_is_refused(before: str) -> None:
+def test_a_history_that_begins_midway_is_known_as_such(before: str) -> None:
     p = Program()
     p.malloc(30 * MIB)
     if before == "a cached segment":
@@ -144,8 +145,12 @@ def test_a_history_that_begins_midway_is_refused(before: str) -> None:
     p.malloc(MIB)
     if before == "a block that is freed":
         p.free(0)
-    with pytest.raises(TraceError, match="begins midway, lacks events or is damaged"):
-        recording_from_snapshot(p.snapshot(), "made up")
+    recording = recording_of(p.snapshot(), "made up")
+    assert recording.midway
+    assert (
+        len(recording.events)
+        == 1 + (before != "a cached segment") + 2 * (before == "a block that is freed") + 1
+    )
 
 
 def test_text_that_no_terminal_can_show(tmp_path: Path) -> None:
@@ -173,8 +178,8 @@ def halves_and_whole() -> dict[str, Any]:
 
 
 def test_what_if_with_expandable_segments() -> None:
-    recording = recording_from_snapshot(halves_and_whole(), "made up")
-    assert recording.peak_reserved_bytes == 120 * MIB
+    recording = recording_of(halves_and_whole(), "made up")
+    assert not recording.midway
     assert peak_reserved(recording, recording.settings) == 120 * MIB
     assert peak_reserved(recording, AllocatorSettings(expandable_segments=True)) == 60 * MIB
 
@@ -205,7 +210,7 @@ def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     path = write(tmp_path / "s.pickle", {"segments": [], "device_traces": [[Hostile(mark)]]})
     with pytest.raises(TraceError, match=r"mkdir.*plain data only"):
-        read_recording(path)
+        recording_of(load_plain(path), str(path))
     assert not mark.exists()
 
 
@@ -243,4 +248,4 @@ def test_damaged_files_give_a_reason(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "s.pickle"
     path.write_bytes(data)
     with pytest.raises(TraceError, match=r"s\.pickle"):
-        read_recording(path)
+        recording_of(load_plain(path), str(path))

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from executor.cli.main import execute
-from simulator.allocator.replay import peak_reserved, read_recording
+from simulator.allocator.replay import load_plain, peak_reserved
+from simulator.history.snapshot import recording_of
 from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
 from tests.commands import python
@@ -61,9 +62,8 @@ def test_figures_of_a_small_step_are_the_sum_of_its_tensors_and_its_snapshot_is_
 ) -> None:
     snapshot = tmp_path / "snapshot.pickle"
     found = rehearse(step, "h100", iterations=2, snapshot=snapshot)
-    recording = read_recording(snapshot)
-    again = peak_reserved(recording, recording.settings)
-    assert recording.peak_reserved_bytes == again == found.figures.peak_reserved_bytes
+    recording = recording_of(load_plain(snapshot), "s")
+    assert peak_reserved(recording, recording.settings) == found.figures.peak_reserved_bytes
     weights = 4 * (2 * 1024 * 4096 + 4096 + 1024)
     batch, hidden = 4 * 256 * 1024, 4 * 256 * 4096
     workspace = 32 * MIB
