@@ -114,10 +114,6 @@ def trace(
                 if use[keys[0]][s] < 0:
                     use[keys[0]][s] = i
                 use[keys[1]][s] = i
-    views: dict[int, list[int]] = {}
-    for i, op in enumerate(ops):
-        if op.view:
-            views.setdefault(base[op.view], []).append(i)
     storages = Storages(
         name=tuple(names),
         nbytes=tuple(nbytes),
@@ -132,7 +128,6 @@ def trace(
         hold=tuple(hold.get(x, -1) for x in names),
         dtype=("float32",) * n,
         shape=tuple((b // 4,) for b in nbytes),
-        aliases=tuple(tuple(views.get(s, ())) for s in range(n)),
     )
     out = Trace(meta=TraceMeta(model="tiny"), ops=table, storages=storages)
     out = replace(

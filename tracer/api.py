@@ -35,7 +35,6 @@ class Options(TypedDict, total=False):
     clip_grad_norm: float | None
     accumulate: int | None
     release_gradients: bool | None
-    join_loss: bool | None
 
 
 GPU_UNKNOWN: Final = "h200"  # whose table entry a GPU has whose name is not known before it is measured
@@ -87,8 +86,7 @@ def trace(
             image_size (pixels), dtype, dropout, task, attention. For every step, of its
             loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
             accumulate (how often forward and backward run before the optimizer's step), release_gradients (each
-            parameter is stepped in backward as soon as its gradient is there, which is freed), join_loss (model and
-            loss function are captured as one module's forward, so that a loss head can run in tiles).
+            parameter is stepped in backward as soon as its gradient is there, which is freed).
 
     Returns:
         The trace: all sizes in bytes, all times in ns.

@@ -28,7 +28,7 @@ PAGE_NEEDS: Final = {"altair": "altair", "vl_convert": "vl-convert-python", "jin
 # In a long help, under which heading an option stands; those that stand here nowhere come first.
 HEADINGS: Final = {
     "The step": "seq_len image_size dtype amp optimizer dropout task attention seed",
-    "The loop": "zero_grad clip_grad_norm accumulate release_gradients join_loss",
+    "The loop": "zero_grad clip_grad_norm accumulate release_gradients",
     "The device": "memory context alloc_conf budget_of",
     "What a plan may change": "allow levers host_memory host_bandwidth max_gradient_error errors",
     "The search": "planner seconds",
@@ -250,8 +250,6 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
                          help="Run forward and backward so many times, a batch each, before the optimizer."),
             click.option("--release-gradients", is_flag=True, default=None,
                          help="Step each parameter in backward when its gradient is there, and free the gradient."),
-            click.option("--join-loss", is_flag=True, default=None,
-                         help="Capture model and loss function as one, so that a loss head can run in tiles."),
             click.option("--dropout", type=float, help="Dropout probability, instead of the model's own."),
             click.option("--task", help="Task of a model of hf:CONFIG.json: causal-lm, image-classification, ..."),
             click.option("--attention", help="Attention: sdpa or eager (transformers)."),

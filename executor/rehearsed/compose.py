@@ -32,7 +32,6 @@ from traces.records.trace import (
     Storages,
     Trace,
     TraceMeta,
-    aliases_of,
     uses_of,
 )
 from traces.records.trace import FORWARD as FORWARD_PHASE
@@ -204,7 +203,6 @@ class _Composing:
         columns = {
             **{k: tuple(v) for k, v in table.items()},
             **uses_of(ops, count),
-            "aliases": aliases_of(ops, count),
         }
         of = next(iter(self._graphs.values())).meta
         meta = TraceMeta(

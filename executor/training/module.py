@@ -394,14 +394,10 @@ def _check_parameters(model: nn.Module, plan: Plan) -> None:
     names = [name for name, _ in model.named_parameters()]
     if not told or told == [len(names), names_digest(names)]:
         return
-    of = (
-        "a model and its loss function in one module"
-        if plan.meta.options.get("join_loss")
-        else "another model"
-    )
     raise PlanError(
-        f"the plan was made for {of}: {describe(plan.meta)}, has {told[0]} parameters, and this {type(model).__name__} "
-        f"has {len(names)}{' of other names' * (len(names) == told[0])}; trace this model and plan again."
+        f"the plan was made for another model: {describe(plan.meta)}, has {told[0]} parameters, and this "
+        f"{type(model).__name__} has {len(names)}{' of other names' * (len(names) == told[0])}; trace this model and "
+        "plan again."
     )
 
 

@@ -25,7 +25,6 @@ from traces.records.trace import (
     Storages,
     Trace,
     TraceMeta,
-    aliases_of,
     eager_runs,
     fingerprint,
     uses_of,
@@ -333,7 +332,6 @@ class Editing:
             **of_values,
             producer=tuple(now(v.producer) for v in self.values),
             hold=tuple(end if v.hold and v.hold is returned else now(v.hold) for v in self.values),
-            aliases=aliases_of(ops, len(self.values)),
             **uses,
         )
         which: tuple[dict[str, bool], ...] = ({}, {"eager": False}, {"sizes": False, "eager": False})

@@ -238,7 +238,6 @@ def test_the_header_survives_fields_that_this_version_does_not_know(stored: Path
         ("ops", "flags", 0, 64, "unknown flags 64"),
         ("storages", "shape", 1, (2, -1), "shape"),
         ("storages", "first_forward_use", 0, 99, "used by op 99"),
-        ("storages", "aliases", 1, (0,), "has the aliases"),
     ],
 )
 def test_validate_names_the_row(table: str, column: str, row: int, value: object, message: str) -> None:

@@ -25,7 +25,6 @@ from tests.torch.test_tile import (
 )
 from tracer import trace
 from tracer.recording import record_real
-from tracer.step.joined import WithLoss
 from tracer.step.step import load_spec
 from traces.devices import device as device_entry
 from traces.errors import PlanError
@@ -47,6 +46,17 @@ def apart(net: Net) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
     return net, lambda logits, targets: loss(logits, targets, weights)
 
 
+class Trained(nn.Module):
+    """A model and its loss, as a user joins them."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.model(x), y)
+
+
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     ids, targets = torch.randint(0, WORDS, (4, 15)), torch.randint(0, WORDS, (4, 15))
@@ -55,7 +65,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(model: nn.Module, given: Any, loss: Callable[..., Any], **options: Any) -> Trace:
-    of = trace(model, given, loss=loss, join_loss=True, **options)
+    of = trace(Trained(model, loss), given, **options)
     assert of.meta.stretches
     return of
 
@@ -71,14 +81,14 @@ def test_gradients_are_those_of_the_untouched_step() -> None:
     model, loss = apart(HEADS["tied"]())
     x, y = batch()
     of = joined(model, (x, y), loss)
-    planned = apply_plan(WithLoss(copy.deepcopy(model), loss), in_tiles(of, 4))
+    planned = apply_plan(Trained(copy.deepcopy(model), loss), in_tiles(of, 4))
     for parts in (1, 3):  # of an accumulated step
         model.zero_grad()
         planned.zero_grad()
         for _ in range(parts):
             asked = loss(model(x), y)
             (asked / parts).backward()
-            made = planned((x,), {}, (y,))
+            made = planned(x, y)
             (made / parts).backward()
         assert torch.allclose(made, asked, rtol=1e-6)
         agree(model, planned.model)
@@ -121,7 +131,7 @@ def deep() -> tuple[Any, Any, Any, Any]:
     layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU())]
     model = nn.Sequential(nn.Embedding(WORDS, 32), *layers, nn.Linear(32, WORDS))
     ids = torch.randint(0, WORDS, (16, 50))
-    return model, (ids, ids.flip(1)), flat, lambda ps: torch.optim.SGD(ps, lr=0.1)
+    return Trained(model, flat), (ids, ids.flip(1)), None, lambda ps: torch.optim.SGD(ps, lr=0.1)
 
 
 DEEP = f"{Path(__file__).resolve()}:deep"
@@ -131,7 +141,7 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
     measurer: Measurer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simulator.levers.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than tiles
-    spec = load_spec(DEEP, {"join_loss": True})
+    spec = load_spec(DEEP, {})
     of = record_real(spec, device_entry("cpu"), "cpu", rounds=1, warmup=1)
     known = GradientErrors.load(gradient_errors(spec, of, ("int8",)).save(tmp_path / "errors.json"))
     asked: Any = {"allow": "approximate", "errors": known, "max_gradient_error": 0.1, "planner": "save-all"}
@@ -141,17 +151,6 @@ def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside
     assert found.equal
     assert 0 < found.gradient_error < 0.1
     assert measurer.steady_peak(made, tmp_path) == made.predicted["plan"]["peak_allocated_bytes"]
-
-
-class Trained(nn.Module):
-    """A model and its loss, as a user joins them."""
-
-    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.loss(self.model(x), y)
 
 
 def test_fit_trains_a_user_s_module_of_both_with_the_loss_in_tiles() -> None:
@@ -173,5 +172,5 @@ def test_fit_trains_a_user_s_module_of_both_with_the_loss_in_tiles() -> None:
 def test_a_plan_of_both_is_none_of_the_model_s() -> None:
     model, given, loss, _ = wide()
     made = in_tiles(joined(model, given, loss), 4)
-    with pytest.raises(PlanError, match="for a model and its loss function in one module: in hand: Logits"):
+    with pytest.raises(PlanError, match="for another model: in hand: Trained"):
         apply_plan(model, made)

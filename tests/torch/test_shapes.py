@@ -22,7 +22,7 @@ from simulator.prediction.ask import plan as plan_for
 from simulator.prediction.ask import simulate
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes
 from tests.torch import small_nets
-from tests.torch.small_nets import Words, of_words
+from tests.torch.small_nets import Words
 from tests.torch.steps import plan_of, recompute_all
 from tests.torch.test_sizes import transformers
 from tracer.api import trace
@@ -193,21 +193,14 @@ def inside(batch_size: int, seq_len: int) -> Any:
     return model, {"ids": ids, "targets": targets}, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def outside(batch_size: int, seq_len: int) -> Any:
-    model, batch = Words(), torch.randint(0, 600, (2, batch_size, seq_len))
-    return model, tuple(batch), of_words, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize(("loss", "options"), [(inside, {}), (outside, {"join_loss": True})])
-def test_a_loss_head_runs_in_tiles_at_every_length(loss: Any, options: Any) -> None:
+def test_a_loss_head_runs_in_tiles_at_every_length() -> None:
     """Down to where the logits are small beside the weights."""
     given, peaks, predicted, budget = trained(
-        f"{__file__}:{loss.__name__}",
+        f"{__file__}:inside",
         "seq-len=2:98:12",
         30,
         {"allow": "fp", "planner": "save-all"},
         batch_size=1,
-        **options,
     )
     assert len(set(given)) == len(predicted) == 9
     assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []

@@ -12,7 +12,7 @@ from tracer.costs.cost import Cost
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.torch_api import pytree
-from traces.records.trace import BACKWARD, VIEW, Ops, Storages, aliases_of, uses_of
+from traces.records.trace import BACKWARD, VIEW, Ops, Storages, uses_of
 
 OF_OPS: Final = tuple(c for c in Ops.__dataclass_fields__ if c not in ("time_ns", "events"))
 OF_STORAGES: Final = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
@@ -110,4 +110,4 @@ def tables_of(
             phase = "backward" if rows[row.used_from].phase == BACKWARD else "forward"
             uses[f"first_{phase}_use"][s] = row.used_from
     columns |= {column: tuple(values) for column, values in uses.items()}
-    return ops, Storages(**columns, aliases=aliases_of(ops, len(storages)))
+    return ops, Storages(**columns)

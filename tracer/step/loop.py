@@ -42,25 +42,22 @@ class TrainingStep:
 
     def loss_of(self, outputs: Any) -> torch.Tensor:
         """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
-        return scalar(self.loss(outputs), self.name)
+        loss = self.loss(outputs)
+        if not isinstance(loss, torch.Tensor):
+            raise SpecError(
+                f"{self.name}: the loss is a {type(loss).__name__}, not a tensor; return a scalar tensor."
+            )
+        if loss.numel() != 1:
+            raise SpecError(
+                f"{self.name}: the loss has the shape {tuple(loss.shape)}; reduce it to a scalar, for example with "
+                ".mean()."
+            )
+        return loss.reshape(()) if loss.dim() else loss
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the batch, in order: the model's arguments, then what only the loss sees."""
         leaves = pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
         return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-
-
-def scalar(loss: Any, name: str) -> torch.Tensor:
-    """A loss without dimensions; SpecError, which begins with the name, if it is no scalar."""
-    if not isinstance(loss, torch.Tensor):
-        raise SpecError(f"{name}: the loss is a {type(loss).__name__}, not a tensor; return a scalar tensor.")
-    if loss.dim() != 0:
-        if loss.numel() != 1:
-            raise SpecError(
-                f"{name}: the loss has the shape {tuple(loss.shape)}; reduce it to a scalar, for example with .mean()."
-            )
-        loss = loss.reshape(())
-    return loss
 
 
 def run_step(

@@ -26,7 +26,6 @@ class Loop:
     accumulate: int = 1  # how often forward and backward run, on a batch each, before the optimizer's step
     # Each parameter is stepped in backward, and its gradient freed (`released`).
     release_gradients: bool = False
-    join_loss: bool = False  # model and loss function are captured as one module (`tracer.step.joined`)
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)

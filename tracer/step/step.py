@@ -107,7 +107,6 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str) -> Tra
     """A step that runs as its options say, or where they say nothing, as its build function asks."""
     import torch
 
-    from tracer.step.joined import joined
     from tracer.step.release import check_release
 
     kind = device.partition(":")[0]
@@ -116,8 +115,6 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str) -> Tra
     loop = loop_of(policy)
     if loop.release_gradients:
         check_release(step.name, step.optimizer, scaler)
-    if loop.join_loss:
-        step = joined(step)
     return replace(
         step,
         autocast=Autocast(dtype=dtype, kind=kind, cache=torch.is_autocast_cache_enabled()),

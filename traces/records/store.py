@@ -30,7 +30,6 @@ from traces.records.trace import (
     Trace,
     TraceMeta,
     Untouched,
-    aliases_of,
     fingerprint,
     uses_of,
 )
@@ -121,7 +120,7 @@ def validate(trace: Trace) -> Trace:
     names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
     not negative, and their sums fit 64 bits with room to spare; the phases stand in order, but for what the header
     has within backward; the measured events of an op sum to what it leaves behind; first and last uses of what the step
-    makes are its readers, and views its aliases; flags are known ones; the header's rows exist.
+    makes are its readers; flags are known ones; the header's rows exist.
     """
     for what, total in (("sizes", sum(trace.storages.nbytes)), ("times", sum(trace.ops.time_ns))):
         if total > MOST:
@@ -213,9 +212,6 @@ def _uses(trace: Trace) -> Iterator[str]:
                 )
             if not -1 <= told < len(ops):
                 yield f"storages: storage {s} is used by op {told}, which does not exist."
-    for s, (said, views) in enumerate(zip(sts.aliases, aliases_of(ops, len(sts)), strict=True)):
-        if said != views:
-            yield f"storages: storage {s} has the aliases {said}, and the views of it are {views}."
 
 
 def _header(trace: Trace) -> Iterator[str]:

@@ -162,7 +162,6 @@ class Storages:
     hold: Ids  # not released before this op has ended
     dtype: Texts
     shape: NumberLists  # of the tensor that created the storage
-    aliases: IdLists  # view ops whose values share this storage
 
     def __len__(self) -> int:
         return len(self.name)
@@ -367,16 +366,6 @@ def uses_of(ops: Ops, storages: int) -> dict[str, tuple[int, ...]]:
                         first[s] = i
         out |= {f"first_{phase}_use": tuple(first), f"last_{phase}_use": tuple(last)}
     return out
-
-
-def aliases_of(ops: Ops, storages: int) -> tuple[tuple[int, ...], ...]:
-    """The column of aliases: of each of so many storages, the views that read it."""
-    out: list[list[int]] = [[] for _ in range(storages)]
-    for i, (flags, reads) in enumerate(zip(ops.flags, ops.reads, strict=True)):
-        if flags & VIEW:
-            for s in reads:
-                out[s].append(i)
-    return tuple(map(tuple, out))
 
 
 def eager_runs(flags: Sequence[int], graph: Sequence[int]) -> tuple[tuple[int, int], ...]:
