@@ -1,14 +1,9 @@
 """The command `execute`, also as `python -m executor`."""
 
-from traces.processes import stoppable_imports
+from functools import partial
 
+from traces.processes import run_command
 
-def run() -> None:
-    """Run the command."""
-    with stoppable_imports():
-        from executor.cli.main import execute
-    execute(prog_name="execute")
-
-
+run = partial(run_command, "executor.cli.main:execute", "execute")
 if __name__ == "__main__":
     run()

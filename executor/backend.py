@@ -91,14 +91,6 @@ def lowtide(module: fx.GraphModule, examples: Sequence[Any], *, options: Any = N
     return Compiler(**settings)(module, examples)
 
 
-@dataclass(eq=False, slots=True)
-class Compiled:
-    """A graph that runs by a plan, and what is told of it."""
-
-    graph: Graph
-    fit: str  # EXACT, RESIZED, SAVED or REPLANNED
-
-
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Compiler:
     """Compiles what dynamo captures by a plan, or by plans within a budget: a backend of torch.compile.
@@ -109,7 +101,7 @@ class Compiler:
         static: the graphs are of the sizes of one call each.
         around_bytes: of the budget, what exists beside the graph throughout: the optimizer's states.
         say, warn: told of plans that are made, and of graphs without the plan.
-        compiled: the graphs so far.
+        compiled: the graphs so far that run by a plan.
         without: calls of graphs that run without a plan, by the reason.
         breaks: why graphs ended before what was compiled did, with the lines.
     """
@@ -125,7 +117,7 @@ class Compiler:
     around_bytes: int = 0
     say: Say = on_stderr
     warn: Say = on_stderr
-    compiled: list[Compiled] = field(default_factory=list)
+    compiled: list[Graph] = field(default_factory=list)
     without: Counter[str] = field(default_factory=Counter)
     breaks: list[str] = field(default_factory=list)
     run: Callable[..., Any] | None = (
@@ -153,12 +145,13 @@ class Compiler:
             except LowtideError as refused:
                 return self._unplanned(module, str(refused))
         if graph.rewritten is not None:
-            self.compiled.append(Compiled(graph, fit))
+            graph.fit = fit
+            self.compiled.append(graph)
         return run
 
     def steps(self) -> int:
         """How often graphs ran by a plan."""
-        return sum(c.graph.steps for c in self.compiled)
+        return sum(graph.steps for graph in self.compiled)
 
     def _check_whole(self, module: fx.GraphModule) -> None:
         """Raise PlanError if dynamo broke the graph off and parts are not asked for."""

@@ -109,7 +109,9 @@ class _Writing:
         for part in op.parts:
             # A batch norm that runs again makes no statistics; one after it, which also runs again, asks for none.
             gone = target is not op.node.target and part.args[1] in STATISTICS
-            if partial and (gone or not any(s in schedule.binds[step] for s in op.storage_of[part])):
+            if partial and (
+                gone or not any(s in schedule.binds[step] for s in self.program.storage_of[part])
+            ):
                 continue
             parts[part] = self._copy(graph, part, (part.target, part.args), again, parts.__getitem__)
             self._put(part, parts[part], graph)

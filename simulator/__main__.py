@@ -1,14 +1,9 @@
 """The command `simulate`, also as `python -m simulator`."""
 
-from traces.processes import stoppable_imports
+from functools import partial
 
+from traces.processes import run_command
 
-def run() -> None:
-    """Run the command."""
-    with stoppable_imports():
-        from simulator.cli.main import main
-    main(prog_name="simulate")
-
-
+run = partial(run_command, "simulator.cli.main:main", "simulate")
 if __name__ == "__main__":
     run()

@@ -1,14 +1,9 @@
 """The command `trace`, also as `python -m tracer`."""
 
-from traces.processes import stoppable_imports
+from functools import partial
 
+from traces.processes import run_command
 
-def run() -> None:
-    """Run the command."""
-    with stoppable_imports():
-        from tracer.cli.main import trace
-    trace(prog_name="trace")
-
-
+run = partial(run_command, "tracer.cli.main:trace", "trace")
 if __name__ == "__main__":
     run()

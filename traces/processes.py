@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Final
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
-@contextlib.contextmanager
-def stoppable_imports() -> Iterator[None]:
-    """Ctrl-C in the body, which imports a command, ends the process as it ends the command later: exit code 130."""
+def run_command(place: str, name: str) -> None:
+    """Import a command, "module:function", and run it under its name. Ctrl-C while it imports ends the process as it
+    ends the command later: exit code 130."""
+    module, _, function = place.partition(":")
     try:
-        yield
+        command = getattr(import_module(module), function)
     except KeyboardInterrupt:
         sys.stderr.write("Error: stopped.\n")
         sys.exit(130)
+    command(prog_name=name)
 
 
 def ending_with_this() -> dict[str, Any]:

@@ -193,7 +193,7 @@ class _Building:
     def _maker(self, value: Value) -> fx.Node:
         """The captured node that makes a storage."""
         made = self.program.ops[self.program.storages[value.at].producer]
-        return next(n for n in (*made.parts, made.node) if made.storage_of[n] == (value.at,))
+        return next(n for n in (*made.parts, made.node) if self.program.storage_of[n] == (value.at,))
 
     def _is_its_source(self, op: Op) -> bool:
         return self.editing.op[op.source] is op

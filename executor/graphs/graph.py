@@ -116,6 +116,7 @@ class Graph:
         awaits: such a loop has called it, and backward has not run.
         left_out: numbers of the outputs that the plan has no gradients for.
         steps: calls so far.
+        fit: how the plan fits it, as receipts say it.
         amp: the type of autocast in all of forward.
         not_made: what stands for outputs that the plan does not make, by their numbers.
     """
@@ -130,6 +131,7 @@ class Graph:
     rewritten: Rewritten | None = None
     left_out: frozenset[int] = frozenset()
     steps: int = 0
+    fit: str = ""
     amp: str = ""
     not_made: dict[int, NotMade] = field(default_factory=dict)
     _module: fx.GraphModule | None = None

@@ -145,7 +145,7 @@ class Recorder:
         self.mark(LOSS)
 
     def _steps(self) -> list[int]:
-        return [c.graph.steps for c in self._compiler.compiled]
+        return [graph.steps for graph in self._compiler.compiled]
 
     def save(self, folder: Path) -> None:
         """Write what was seen last."""

@@ -347,7 +347,7 @@ def receipt_in(model: nn.Module) -> Receipt:
         planned_steps=min(p.planned for p in planned),
         unplanned_steps=max(each.total() for each in without),
         unplanned_because=dict(sum(without, Counter())),
-        captures=tuple(CaptureNote(fit=c.fit, steps=c.graph.steps) for k in compilers for c in k.compiled),
+        captures=tuple(CaptureNote(fit=c.fit, steps=c.steps) for k in compilers for c in k.compiled),
         breaks=tuple(why for k in compilers for why in k.breaks),
     )
 

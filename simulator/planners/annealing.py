@@ -83,13 +83,56 @@ class Annealer:
             return self.best
         hot, cold = heat * HOT * self.unit_ns, COLD * self.unit_ns
         price = max(PRICE * HOT * self.unit_ns / max(1, self.largest), MARGIN * ns_per_byte)
-        walk = Walk(self, state)
-        while walk.steps < steps and not clock.over and not (self.best and self.best.time_ns <= target_ns):
-            temperature = hot * (cold / hot) ** (walk.steps / steps)
-            until = min(steps, walk.steps + min(1 + steps // REVIEWS, MOST_STEPS))
-            walk.go(until, temperature, price, target_ns - self.evaluator.base_time_ns)
-            price *= DEARER if walk.over else CHEAPER
+        w, done = self.begin(state), 0
+        while done < steps and not clock.over and not (self.best and self.best.time_ns <= target_ns):
+            temperature = hot * (cold / hot) ** (done / steps)
+            until = min(steps, done + min(1 + steps // REVIEWS, MOST_STEPS))
+            self.go(w, until, temperature, price, target_ns - self.evaluator.base_time_ns)
+            price *= DEARER if w.figures[0]["over_bytes"] else CHEAPER
+            done = int(w.figures[0]["steps"])
         return self.best
+
+    def begin(self, state: State) -> Walked:
+        """Where a walk from a state begins, as the arrays that the kernel edits."""
+        ev, saved, figures = self.evaluator, state.saved.copy(), np.zeros(1, TALLY)
+        evictions, best_evictions = np.zeros((2, 2, 4 * len(self.values) + 64), np.int32)
+        *_, steps = ev.walk(state)
+        ev.work_space(ev.forward + ROOM * (steps - ev.forward))
+        # What becomes of what is not saved is decided anew, so the first move is taken.
+        figures["added_ns"] = NOT_WALKED
+        figures["lowest_peak_bytes"] = self.lowest_peak_bytes
+        figures["best_added_ns"] = NOT_WALKED if self.best is None else self.best.time_ns - ev.base_time_ns
+        return Walked(
+            saved=saved,
+            evictions=evictions,
+            best=saved.copy(),
+            best_evictions=best_evictions,
+            log=np.zeros(2, np.int32),
+            rng=self.rng,
+            figures=figures,
+        )
+
+    def go(
+        self,
+        w: Walked,
+        until: int,
+        temperature: float,
+        price: float,
+        target_ns: int,
+        least: int = LEAST_REVIEW,
+    ) -> None:
+        """Go on until so many steps have been walked, and at least so many moves made."""
+        ev, figures = self.evaluator, w.figures[0]
+        before = int(figures["best_added_ns"])
+        anneal(
+            until, least, temperature, price, target_ns, self.budget_bytes, self.values,
+            ev.facts, ev.work_space(0), w, self.retaining,
+        )  # fmt: skip
+        self.lowest_peak_bytes = int(figures["lowest_peak_bytes"])
+        if (best_ns := int(figures["best_added_ns"])) < before:
+            pairs = w.best_evictions[:, : int(figures["best_evictions"])]
+            found = state_of(w.best, self.retaining.may_stay, pairs)
+            self.best = Found(state=found, time_ns=ev.base_time_ns + best_ns)
 
     def _retaining(self) -> Retaining:
         ev, problem = self.evaluator, self.evaluator.problem
@@ -115,58 +158,6 @@ class Annealer:
         return Retaining(
             done=done, ops=ops, storages=storages, may_stay=may_stay, held=np.zeros(n_st, np.int32)
         )
-
-
-class Walk:
-    """Where one walk is, as the arrays that the kernel edits."""
-
-    def __init__(self, annealer: Annealer, state: State) -> None:
-        self.annealer, ev = annealer, annealer.evaluator
-        saved = state.saved.copy()
-        evictions, best_evictions = np.zeros((2, 2, 4 * len(annealer.values) + 64), np.int32)
-        *_, steps = ev.walk(state)
-        self.work = ev.work_space(ev.forward + ROOM * (steps - ev.forward))
-        figures = np.zeros(1, TALLY)
-        self.figures = figures[0]
-        # What becomes of what is not saved is decided anew, so the first move is taken.
-        self.figures["added_ns"] = NOT_WALKED
-        self.figures["lowest_peak_bytes"] = annealer.lowest_peak_bytes
-        best = annealer.best
-        self.figures["best_added_ns"] = NOT_WALKED if best is None else best.time_ns - ev.base_time_ns
-        self.walked = Walked(
-            saved=saved,
-            evictions=evictions,
-            best=saved.copy(),
-            best_evictions=best_evictions,
-            log=np.zeros(2, np.int32),
-            rng=annealer.rng,
-            figures=figures,
-        )
-
-    @property
-    def over(self) -> bool:
-        return bool(self.figures["over_bytes"])
-
-    @property
-    def steps(self) -> int:
-        return int(self.figures["steps"])
-
-    def go(
-        self, until: int, temperature: float, price: float, target_ns: int, least: int = LEAST_REVIEW
-    ) -> None:
-        """Go on until so many steps have been walked, and at least so many moves made; tells the annealer."""
-        annealer, ev, w = self.annealer, self.annealer.evaluator, self.walked
-        before = int(self.figures["best_added_ns"])
-        anneal(
-            until, least, temperature, price, target_ns, annealer.budget_bytes, annealer.values,
-            ev.facts, self.work, w, annealer.retaining,
-        )  # fmt: skip
-        annealer.lowest_peak_bytes = int(self.figures["lowest_peak_bytes"])
-        best_ns = int(self.figures["best_added_ns"])
-        if best_ns < before:
-            pairs = w.best_evictions[:, : int(self.figures["best_evictions"])]
-            found = state_of(w.best, annealer.retaining.may_stay, pairs)
-            annealer.best = Found(state=found, time_ns=ev.base_time_ns + best_ns)
 
 
 def state_of(saved: NDArray[np.uint8], may_stay: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:

@@ -46,8 +46,7 @@ def test_what_lies_between_the_markers_is_the_op_s() -> None:
         + mark(0x200)
     )  # fmt: skip
     read = read_history(history, [window(0x100, 0x400, 0x200), window(0x100, 0x200, 0x600)])
-    assert read.events == ((1000, 300, -300), (64, -1000))
-    assert read.workspaces == ()
+    assert read == ([(1000, 300, -300), (64, -1000)], ())
 
 
 def test_what_no_op_returns_and_nobody_frees_is_a_library_s() -> None:
@@ -58,20 +57,19 @@ def test_what_no_op_returns_and_nobody_frees_is_a_library_s() -> None:
     )  # fmt: skip
     read = read_history(history, [window(1, 1, 0x300), window(1, 1, 0x400, target="aten.add.Tensor")])
     # 0x300 and 0x400 are outputs; 0x800 was freed by the next op; 32 MiB stay.
-    assert read.workspaces == (LibraryWorkspace(nbytes=32 << 20, op="aten.mm.default"),)
+    assert read[1] == (LibraryWorkspace(nbytes=32 << 20, op="aten.mm.default"),)
 
 
 def test_an_address_that_comes_back_does_not_hide_a_workspace() -> None:
     history = mark(1) + alloc(7, 50) + free(7, 50) + alloc(7, 60) + mark(1)
     read = read_history(history, [window(1, 1)])
-    assert read.events == ((50, -50, 60),)
-    assert read.workspaces == (LibraryWorkspace(nbytes=60, op="aten.mm.default"),)
+    assert read == ([(50, -50, 60)], (LibraryWorkspace(nbytes=60, op="aten.mm.default"),))
 
 
 def test_an_op_s_own_small_block_is_no_marker() -> None:
     """The op allocates as many bytes as a marker, but keeps them for a while."""
     history = mark(1) + alloc(1, MARK_BYTES) + alloc(2, 8) + free(1, MARK_BYTES) + mark(1)
-    assert read_history(history, [window(1, 1, 2)]).events == ((MARK_BYTES, 8, -MARK_BYTES),)
+    assert read_history(history, [window(1, 1, 2)])[0] == [(MARK_BYTES, 8, -MARK_BYTES)]
 
 
 def test_a_history_that_is_cut_off_is_refused() -> None:

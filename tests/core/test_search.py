@@ -16,7 +16,7 @@ from simulator.core.limits import Limits
 from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from simulator.planners import plan_with, search
-from simulator.planners.annealing import Annealer, Walk
+from simulator.planners.annealing import Annealer
 from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
@@ -94,12 +94,12 @@ def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int) -> None:
     annealer = Annealer(evaluator, 1 << 40, seed)
     if not len(annealer.values):
         return
-    walk = Walk(annealer, evaluator.state())
-    walk.go(0, least=20, temperature=1e30, price=0.0, target_ns=-1)
-    before = walk.walked.saved.copy()
+    walk = annealer.begin(evaluator.state())
+    annealer.go(walk, 0, least=20, temperature=1e30, price=0.0, target_ns=-1)
+    before = walk.saved.copy()
     walk.figures["added_ns"] = -(1 << 40)
-    walk.go(0, least=40, temperature=1e-9, price=0.0, target_ns=-1)
-    assert (walk.walked.saved == before).all()
+    annealer.go(walk, 0, least=40, temperature=1e-9, price=0.0, target_ns=-1)
+    assert (walk.saved == before).all()
 
 
 @pytest.mark.parametrize(

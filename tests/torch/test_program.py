@@ -57,7 +57,7 @@ def test_a_view_shares_its_base_s_storage(
     assert row.writes == ()
     assert row.flops == row.bytes_moved == 0
     for node in (op.node, *op.parts):
-        assert op.storage_of[node] == linear
+        assert p.storage_of[node] == linear
 
 
 def test_the_parts_of_a_split_belong_to_its_op() -> None:

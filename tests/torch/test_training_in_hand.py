@@ -121,7 +121,7 @@ def test_a_second_plan_replaces_the_first(plan: Plan) -> None:
     assert again is model
     same_training(eager, again)
     (made,) = compiled(again)
-    assert not reruns(made.graph.rewritten)
+    assert not reruns(made.rewritten)
 
 
 def plan_of_nothing(plan: Plan) -> Plan:
@@ -230,7 +230,7 @@ def test_fit_captures_once_and_trains_as_eager_does(monkeypatch: pytest.MonkeyPa
     assert captured == ["once"]
     (made,) = compiled(planned)
     assert made.fit == "exact"
-    assert reruns(made.graph.rewritten)
+    assert reruns(made.rewritten)
     assert [line.partition(" ")[0] for line in told] == ["captured", "planned"]
     plan = planned._lowtide.compiler.plan
     assert plan.budget_of == "allocated"
@@ -318,7 +318,7 @@ def test_a_long_run_survives_odd_calls(how: str) -> None:
             ("exact", 4), ("replanned", 2), ("replanned", 4), ("replanned", 4),
         ]  # fmt: skip
         assert receipt.planned_steps == 14
-        assert all(reruns(c.graph.rewritten) for c in compiled(planned))
+        assert all(reruns(c.rewritten) for c in compiled(planned))
     assert str(receipt).startswith(f"{receipt.planned_steps} steps by the plan")
 
 

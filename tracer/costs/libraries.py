@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Final
 
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
@@ -11,7 +10,8 @@ from traces.devices import Device
 from traces.records.trace import BACKWARD, FORWARD, WORKSPACE
 
 CUBLAS: Final = frozenset(
-    {"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"}
+    f"aten.{name}.default"
+    for name in ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
 )
 
 
@@ -25,7 +25,16 @@ def workspace_rows(ops: Sequence[OpRow], seen: Iterable[LibraryWorkspace]) -> tu
     for w in seen:
         backward = any(w.nbytes == row.nbytes for row in rows)
         asking = (i for i, r in enumerate(ops) if r.target == w.op and (not backward or r.phase == BACKWARD))
-        rows.append(_kept(f"workspace of a library, made by {w.op}", w.nbytes, next(asking, -1)))
+        rows.append(
+            StorageRow(
+                name=f"workspace of a library, made by {w.op}",
+                nbytes=w.nbytes,
+                category=WORKSPACE,
+                used_from=next(asking, -1),
+                dtype="uint8",
+                shape=(w.nbytes,),
+            )
+        )
     return tuple(rows)
 
 
@@ -34,18 +43,4 @@ def rerun_workspaces(ops: Iterable[OpRow], device: Device) -> dict[str, int]:
     target -> bytes beyond the buffer that backward has anyway."""
     if device.kind != "cuda":
         return {}
-    return dict.fromkeys(
-        sorted({r.target for r in ops if r.phase == FORWARD and short_name(r.target) in CUBLAS}), 0
-    )
-
-
-def _kept(name: str, nbytes: int, first: int) -> StorageRow:
-    return StorageRow(
-        name=name, nbytes=nbytes, category=WORKSPACE, used_from=first, dtype="uint8", shape=(nbytes,)
-    )
-
-
-@cache
-def short_name(target: str) -> str:
-    """An op's name without its overload, one of aten's without "aten": "mm", "lowtide.dropout_mask"."""
-    return target.removeprefix("aten.").rpartition(".")[0]
+    return dict.fromkeys(sorted({r.target for r in ops if r.phase == FORWARD and r.target in CUBLAS}), 0)

@@ -27,13 +27,6 @@ class OpWindow(NamedTuple):
     outputs: frozenset[int]
 
 
-class History(NamedTuple):
-    """The findings of a recorded round."""
-
-    events: tuple[tuple[int, ...], ...]  # by op: +bytes and -bytes as requested, in order
-    workspaces: tuple[LibraryWorkspace, ...]  # allocated in an op, returned by none, still there at the end
-
-
 @contextmanager
 def recording() -> Iterator[list[Any]]:
     """While the body runs, the allocator writes its history (without stack traces), which is in the list then."""
@@ -57,10 +50,17 @@ def mark() -> int:
     return int(torch.empty(MARK_BYTES, dtype=torch.uint8, device="cuda").data_ptr())
 
 
-def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindow]) -> History:
+def read_history(
+    entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindow]
+) -> tuple[list[tuple[int, ...]], tuple[LibraryWorkspace, ...]]:
     """Cut a device's list of allocator events, in order of time, into the ops that ran. "alloc" and "free_requested"
     change what is allocated, both with the size that was requested; segments and the completion of a free do not.
-    Raises TraceError: a marker is not there, as the history is cut off, or something else recorded at the same time.
+
+    Returns:
+        the events of each op, and what one of them allocated and none returned that is still there at the end.
+
+    Raises:
+        TraceError: a marker is not there, as the history is cut off, or something else recorded at the same time.
     """
     names = [f"op {k} ({w.target})" for k, w in enumerate(windows) for _ in range(2)]
     parts = marked(entries, [address for w in windows for address in (w.before, w.after)], names)
@@ -81,7 +81,7 @@ def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindo
                 own.events.append(-size)
         if not k % 2:
             events.append(tuple(own.events))
-    return History(events=tuple(events), workspaces=tuple(kept.values()))
+    return events, tuple(kept.values())
 
 
 def marked(

@@ -88,11 +88,9 @@ def on_cuda(work: Callable[[Watch], None]) -> Round:
     with recording() as entries:
         work(watch)
     torch.cuda.synchronize()
-    history = read_history(entries, watch.windows)
+    events, workspaces = read_history(entries, watch.windows)
     times = [int(begin.elapsed_time(end) * 1e6) for begin, end in watch.spans]
-    return Round(
-        targets=watch.targets, times_ns=times, events=list(history.events), workspaces=history.workspaces
-    )
+    return Round(targets=watch.targets, times_ns=times, events=events, workspaces=workspaces)
 
 
 def timed_on_cpu(work: Callable[[Watch], None]) -> Round:

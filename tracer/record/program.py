@@ -63,7 +63,6 @@ class GraphOp:
 
     node: fx.Node
     parts: tuple[fx.Node, ...]
-    storage_of: dict[fx.Node, tuple[int, ...]]  # for the node and each part: the storages behind its value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,10 +261,7 @@ class _Run:
         self._op_of[n], self._parts[i] = i, [n]
 
     def graph_ops(self) -> tuple[GraphOp, ...]:
-        return tuple(
-            GraphOp(node=n, parts=tuple(parts), storage_of={m: self.storage_of[m] for m in (n, *parts)})
-            for n, *parts in self._parts.values()
-        )
+        return tuple(GraphOp(node=n, parts=tuple(parts)) for n, *parts in self._parts.values())
 
 
 def is_number(n: fx.Node) -> bool:
