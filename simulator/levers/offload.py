@@ -175,57 +175,51 @@ class _Step:
         """Try values one after the other; return those whose copies all hide behind the ops, and of which none is there
         at the peak.
         """
-        sts, start, saved = self.trace.storages, self.start, self.problem.saved
+        start, saved = self.start, self.problem.saved
         peak_op = saved.schedule.op[saved.timeline.peak_step]
         later = [i for i in self.graph[BACKWARD] if i > peak_op]
         if not later:
             return []
         out_by, back_from = min(start[peak_op], start[self.graph[FORWARD][-1]]), start[later[0]]
         hidden: list[int] = []
-        outs: list[tuple[int, ...]] = []
-        backs: list[tuple[int, ...]] = []
         for s in values:
-            ns, made_by, need = copy_ns(sts.nbytes[s], rate), sts.producer[s], self.need[s]
-            outs_now = sorted([*outs, (made_by, -s, start[made_by + 1], ns)])
-            backs_now = sorted([*backs, (-need, s, start[need], ns)])
-            out_free, in_free = 0, start[-1]
-            for _, _, ready, ns in outs_now:
-                out_free = max(out_free, ready) + ns
-            for _, _, due, ns in backs_now:
-                in_free = min(in_free, due) - ns
-            if out_free <= out_by and in_free >= back_from:
+            out, back = self._copies([*hidden, s], rate)
+            if max(out.values()) <= out_by and min(back.values()) >= back_from:
                 hidden.append(s)
-                outs, backs = outs_now, backs_now
         return hidden
 
     def _copies(self, values: Collection[int], rate: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Value -> the op before which it is out, and before which it comes in: each out as early as it can be, one
-        after the other; each in as late as it can be, by the first need."""
-        sts, start = self.trace.storages, self.start
-        forward, backward = self.graph[FORWARD], self.graph[BACKWARD]
-        out_before, in_before, free = {}, {}, 0
+        """Value -> when its copy out ends, and when that in begins: each out as early as it can be, one after the
+        other; each in as late as it can be, by the first need."""
+        sts, start, out, back, free = self.trace.storages, self.start, dict[int, int](), dict[int, int](), 0
         for s in sorted(values, key=lambda s: (sts.producer[s], -s)):
-            free = max(free, start[sts.producer[s] + 1]) + copy_ns(sts.nbytes[s], rate)
-            after = max(sts.producer[s], sts.last_forward_use[s])
-            at = min(bisect_left(forward, max(free, 0), key=start.__getitem__), len(forward) - 1)
-            out_before[s] = forward[max(at, bisect_right(forward, after))]
+            out[s] = free = max(free, start[sts.producer[s] + 1]) + copy_ns(sts.nbytes[s], rate)
         free = start[-1]
         for s in sorted(values, key=lambda s: (-self.need[s], s)):
-            free = min(free, start[self.need[s]]) - copy_ns(sts.nbytes[s], rate)
-            in_before[s] = backward[max(0, bisect_right(backward, free, key=start.__getitem__) - 1)]
-        return out_before, in_before
+            back[s] = free = min(free, start[self.need[s]]) - copy_ns(sts.nbytes[s], rate)
+        return out, back
 
     def placed(self, values: Sequence[int], rate: int) -> tuple[Rewrite, ...]:
         """The rewrites of so many values, in the order given."""
-        ops, sts = self.trace.ops, self.trace.storages
-        out_before, in_before = self._copies(values, rate)
+        ops, sts, start = self.trace.ops, self.trace.storages, self.start
+        forward, backward = self.graph[FORWARD], self.graph[BACKWARD]
+        out, back = self._copies(values, rate)
+
+        def out_before(s: int) -> int:
+            after = max(sts.producer[s], sts.last_forward_use[s])
+            at = min(bisect_left(forward, max(out[s], 0), key=start.__getitem__), len(forward) - 1)
+            return forward[max(at, bisect_right(forward, after))]
+
+        def in_before(s: int) -> int:
+            return backward[max(0, bisect_right(backward, back[s], key=start.__getitem__) - 1)]
+
         return tuple(
             Rewrite(
                 kind="offload",
                 storage=s,
                 op=ops.name[sts.producer[s]],
-                out_before=ops.name[out_before[s]],
-                in_before=ops.name[in_before[s]],
+                out_before=ops.name[out_before(s)],
+                in_before=ops.name[in_before(s)],
                 bytes_per_s=rate,
             )
             for s in values
