@@ -30,7 +30,7 @@ def sharded(step: TrainingStep, how: str) -> TrainingStep:
     model, optimizer = step.model, step.optimizer
     for wrong, why in (
         (any(map(is_traceable_wrapper_subclass, model.parameters())), "its model is sharded already"),
-        (step.loss_parameters, "its loss has parameters of its own, which no rank shares; give --join-loss"),
+        (step.loss_parameters, "its loss has parameters of its own; put model and loss into one module"),
         (step.loop.release_gradients, "gradients that are reduced are not released in backward"),
     ):
         if wrong:

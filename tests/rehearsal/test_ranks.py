@@ -251,7 +251,7 @@ def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
     halves = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
     for change, why in (
         ({"loop": replace(step.loop, release_gradients=True)}, "not released"),
-        ({"loss_parameters": {"loss.weight": halves}}, "--join-loss"),
+        ({"loss_parameters": {"loss.weight": halves}}, "into one module"),
         ({"model": nn.ParameterList([halves])}, "sharded already"),
     ):
         with pytest.raises(SpecError, match=why):
