@@ -41,6 +41,7 @@ REPLACED = {
     "torch.compile": "model fullgraph dynamic backend ...",
     "torch.nn.utils.clip_grad._has_foreach_support": "tensors device",
     "torch.nn.Module._apply": "self fn recurse",
+    "torch.nn.functional.one_hot": "?",
     "torch.utils.weakref": "?",
     "torch.Tensor.__deepcopy__": "self memo",
     "torch.nn.Parameter.__deepcopy__": "self memo",
@@ -60,7 +61,7 @@ OF_OBJECTS = {
     "_dispatch_cache", "_exit",
     "_fields", "_getframe", "_growth_tracker",
     "_model_mapping",
-    "_opoverload", "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
+    "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
     "_get_backend", "_schema", "_validate_launch_command", "_wait_for_pending_works",
 }  # fmt: skip
 ONLY_WITH_CUDA = {name for name in REPLACED if name.startswith("torch._C._cuda_")}

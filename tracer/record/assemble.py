@@ -21,7 +21,7 @@ from tracer.costs.cost import Cost, Measured, cost_of
 from tracer.costs.libraries import rerun_workspaces, workspace_rows
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
-from tracer.record.eager import EagerRecorder
+from tracer.record.eager import EagerRecorder, one_hot_as_run
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes, tables_of
 from tracer.record.tiles import found_in
@@ -128,9 +128,9 @@ def assemble(
                 phase = recorder.phase  # after the last backward nothing is forward or backward of a plan
             if phase == OPTIMIZER:
                 gradients.update(_gradients(step, recorder))
-        recorder.begin(phase)
+        recorder.phase = phase
 
-    with mode, explained(step.name), recorder, contextlib.ExitStack() as until_last:
+    with mode, explained(step.name), recorder, one_hot_as_run(), contextlib.ExitStack() as until_last:
         until_last.enter_context(recorder.paused())
 
         def model(*args: Any, **kwargs: Any) -> Any:

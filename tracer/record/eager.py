@@ -71,32 +71,12 @@ class EagerRecorder(TorchDispatchMode):
         # Storages that the step did not make: while a weak reference lives, no other storage gets the address of one.
         self._there: dict[int, StorageWeakRef] = {}
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
-        self._paused = self._on = False
+        self.active = True  # ops are being recorded
         # Storage id -> row after which it was gone (-1: before the first).
         self.died_after: dict[int, int] = {}
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        return replaced(self, _paused=True)
-
-    def begin(self, phase: str) -> None:
-        """Ops from here on belong to `phase`."""
-        self.phase = phase
-
-    @property
-    def active(self) -> bool:
-        """True if ops are being recorded."""
-        return self._on and not self._paused
-
-    def __enter__(self) -> EagerRecorder:
-        self._on = True
-        functional.one_hot = functools.partial(_one_hot, functional.one_hot)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *reason: Any) -> None:
-        super().__exit__(*reason)
-        functional.one_hot = functional.one_hot.args[0]
-        self._on = False
+        return replaced(self, active=False)
 
     def know(self, x: torch.Tensor, storage: int, *, watch: bool = False) -> None:
         """Say which storage row stands for a tensor's storage, and whether to note when it is gone.
@@ -162,7 +142,7 @@ class EagerRecorder(TorchDispatchMode):
             _refuse_strangers(args, kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._found_inf = {storage_key(args[1])}
-        if self._paused or not is_op(func):
+        if not self.active or not is_op(func):
             return self._call(func, args, kwargs)
         self.look()
         out = self._call(func, args, kwargs)
@@ -238,8 +218,12 @@ def _refuse_strangers(args: Any, kwargs: Any) -> None:
         )
 
 
+def one_hot_as_run() -> contextlib.AbstractContextManager[None]:
+    """In the body `one_hot` runs the ops that it runs on real tensors; of fake ones it makes a comparison."""
+    return replaced(functional, one_hot=functools.partial(_one_hot, functional.one_hot))
+
+
 def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`one_hot` with the ops that it runs on real tensors; of fake ones it makes a comparison."""
     if not isinstance(tensor, FakeTensor) or num_classes < 1 or not tensor.numel():
         return original(tensor, num_classes)
     if tensor.device.type == "cpu":
