@@ -259,7 +259,8 @@ class Graph:
                     values[k] = values[k].detach().requires_grad_(values[k].requires_grad)
             with preserved_versions(tuple(values[k] for k in self._statistics)):
                 outputs = list(compiled(*values))
-            mine = [k for k, x in enumerate(outputs) if _made_here(x)]
+            tensors = [(k, x) for k, x in enumerate(outputs) if isinstance(x, torch.Tensor)]
+            mine = [k for k, x in tensors if type(x.grad_fn).__name__ == "CompiledFunctionBackward"]
             if not mine:
                 return outputs
             node = outputs[mine[0]].grad_fn
@@ -359,10 +360,6 @@ def _leaves_autocast(graph: fx.Graph) -> bool:
 
 def _no_more(graph: Graph) -> Any:
     raise AssertionError("a graph is compiled once")
-
-
-def _made_here(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and type(x.grad_fn).__name__ == "CompiledFunctionBackward"
 
 
 def _boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

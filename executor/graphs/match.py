@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ from executor.graphs.edited import rewritten
 from executor.graphs.graph import Graph
 from executor.matching import check_kind
 from simulator.core.problem import Problem
-from tracer.capture.compiling import Could
 from tracer.record.program import Program
 from traces.errors import PlanError
 from traces.records.plan import Action, Plan
@@ -60,9 +59,10 @@ def fitted(
     raise _another_graph(plan.meta, now, program.fingerprint(sizes=False), graph.kind)
 
 
-def left_out(plan: Plan, could: Sequence[Could]) -> list[frozenset[int]]:
-    """The outputs that a plan's loss does not differentiate, or none of them; `could`: those that it could."""
-    places = frozenset(x.place for x in could if x.number not in plan.meta.grad_outputs)
+def left_out(plan: Plan, could: Mapping[int, int]) -> list[frozenset[int]]:
+    """The outputs that a plan's loss does not differentiate, or none of them; `could`: those that it could, as
+    `differentiable` has them."""
+    places = frozenset(place for number, place in could.items() if number not in plan.meta.grad_outputs)
     return [places, frozenset()] if places and len(places) < len(could) else [frozenset()]
 
 

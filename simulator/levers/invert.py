@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from simulator.core.problem import Problem
@@ -53,16 +52,6 @@ def ladders(problem: Problem, rewrites: Sequence[Rewrite], *_: object) -> Iterat
         yield from by_shares(problem, rewrites)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """An activation and its op of backward, by their ids."""
-
-    forward: int
-    backward: int
-    kind: str  # by the name that `executor.inverted` has for it
-    copy: int  # the op that copies the input for backward, where the activation works in place; -1: none
-
-
 def edit(editing: Editing, rewrite: Rewrite) -> None:
     """Put the op of the bits before the activation, and let the backward op take the output and the bits, unless a
     rewrite before has taken one of them out. Raises PlanError if the storage is not the input of such an activation.
@@ -72,11 +61,12 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     pair = pair_of(trace, s, editing.once(users_of)[1][s], rewrite.kind) if known else "there is none"
     if isinstance(pair, str):
         raise PlanError(f"the input of an activation in storage {s} cannot be done without: {pair}.")
-    forward, backward, value = editing.op[pair.forward], editing.op[pair.backward], editing.value[s]
+    f, b, name, copied = pair
+    forward, backward, value = editing.op[f], editing.op[b], editing.value[s]
     if not editing.there(forward) or not editing.there(backward) or value not in backward.reads:
         return
     y = forward.writes[0]
-    copy = editing.op[pair.copy] if pair.copy >= 0 else None
+    copy = editing.op[copied] if copied >= 0 else None
     taken = copy or forward.inputs[0]
     if rewrite.kind == FROM_OUTPUT:
         instead, bits = [forward], []
@@ -87,11 +77,11 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         backward.arguments = json.dumps(told, separators=(",", ":"))
         backward.called_with = (Argument(0), Taken(forward, y), *more)
     else:
-        side = _side(editing, pair)
+        side = _side(editing, forward, name)
         instead, bits = [forward, side], list(side.writes)
         backward.target = "lowtide.backward_from_output.default"
-        backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
-        backward.called_with = (Argument(0), Taken(forward, y), Taken(side, bits[0]), pair.kind)
+        backward.arguments = json.dumps([None, None, None, name], separators=(",", ":"))
+        backward.called_with = (Argument(0), Taken(forward, y), Taken(side, bits[0]), name)
         # It takes nothing inside, whatever torch's op takes.
         backward.events = tuple(v.nbytes for v in backward.writes)
         backward.bytes_moved += bits[0].nbytes
@@ -108,11 +98,10 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         editing.remove([copy], forward)
 
 
-def _side(editing: Editing, pair: Pair) -> Op:
-    """The op of the bits, before the activation."""
-    forward = editing.op[pair.forward]
+def _side(editing: Editing, forward: Op, name: str) -> Op:
+    """The op of the bits, before the activation of that name."""
     x = forward.reads[0]
-    nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and pair.kind in TWO_BITS))
+    nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and name in TWO_BITS))
     bits = Value(
         name=f"{forward.name}_side", nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION
     )
@@ -122,21 +111,26 @@ def _side(editing: Editing, pair: Pair) -> Op:
         bits.name,
         "lowtide.side.default",
         FORWARD,
-        (Argument(0), pair.kind),
+        (Argument(0), name),
         [bits],
         inputs=list(forward.inputs),
         reads=[x],
         time_ns=at_rate(editing.once(pass_rate), moved),
         events=(bits.nbytes,),
         bytes_moved=moved,
-        arguments=json.dumps([None, pair.kind], separators=(",", ":")),
+        arguments=json.dumps([None, name], separators=(",", ":")),
     )
     editing.insert(side, forward)
     return side
 
 
-def pair_of(trace: Trace, s: int, users: Sequence[int], kind: str = "invert") -> Pair | str:
-    """The activation whose input, or its copy, a storage is, and its op of backward; or why the storage is needed."""
+def pair_of(
+    trace: Trace, s: int, users: Sequence[int], kind: str = "invert"
+) -> tuple[int, int, str, int] | str:
+    """The activation whose input, or its copy, a storage is, its op of backward, its name in `executor.inverted`, and
+    the op that copies the input for backward, where the activation works in place (-1: none); or why the storage is
+    needed.
+    """
     ops, sts = trace.ops, trace.storages
     if why := needed(trace, s, users):
         return why
@@ -150,16 +144,15 @@ def pair_of(trace: Trace, s: int, users: Sequence[int], kind: str = "invert") ->
     if kind == FROM_OUTPUT and not _tells(ops.target[f], json.loads(ops.arguments[f])[1:]):
         return "its output does not tell on which side of a border it lies"
     copy = sts.producer[s] if ops.inputs[f] != ops.inputs[b][1:] else -1
-    pair = Pair(forward=f, backward=b, kind=pack.activation(trace, f), copy=copy)
-    y = ops.writes[pair.forward][0]
+    y = ops.writes[f][0]
     if sts.nbytes[y] != sts.nbytes[s] or sts.dtype[y] != sts.dtype[s] or sts.hold[y] >= 0:
         return "the output is laid out otherwise, or held outside the captured graph"
-    if any(y in ops.writes[i] for i in range(pair.forward + 1, pair.backward)):
+    if any(y in ops.writes[i] for i in range(f + 1, b)):
         return "the output is overwritten"
-    later = range(pair.forward + 1, len(ops))
-    if not any(y in ops.reads[i] and ops.phase[i] != FORWARD and i != pair.backward for i in later):
+    later = range(f + 1, len(ops))
+    if not any(y in ops.reads[i] and ops.phase[i] != FORWARD and i != b for i in later):
         return "backward does not read the output"
-    return pair
+    return f, b, pack.activation(trace, f), copy
 
 
 def _tells(target: str, arguments: list[Any]) -> bool:

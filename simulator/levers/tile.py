@@ -85,11 +85,6 @@ def told(_: Trace, rewrites: Sequence[Rewrite]) -> str:
     return ", ".join(f"{names[0]}{more[n]} in {n} tiles" for n, names in tiles.items())
 
 
-def heads(trace: Trace) -> set[int]:
-    """The storages by which the loss heads are named that can run in tiles."""
-    return {tiled.storage for tiled in trace.meta.stretches if tiled.backward is None}
-
-
 def _of(trace: Trace, rewrite: Rewrite) -> Stretch:
     return next(tiled for tiled in trace.meta.stretches if tiled.storage == rewrite.storage)
 

@@ -6,26 +6,18 @@ where it was built for one.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
-
-from tracer.precision.cast_cache import kernels
 
 aten = torch.ops.aten
 
 
-@contextlib.contextmanager
-def gpu_attention() -> Iterator[None]:
-    """In the body, scaled_dot_product_attention of CPU tensors is efficient attention."""
-    with kernels("AutogradCPU", {"scaled_dot_product_attention": _attend}):
-        yield
+ATTENTION: Final = "scaled_dot_product_attention"
 
 
-def _attend(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -36,6 +28,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    """Attention of CPU tensors by efficient attention."""
     if query.dim() != 4 or query.dtype is torch.float64:
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa

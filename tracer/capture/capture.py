@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from tracer.capture.attention import gpu_attention
+from tracer.capture.attention import ATTENTION, attend
 from tracer.capture.captured import At, Captured
 from tracer.capture.compiling import by_dynamo, calling, compile_joint, differentiable, kind_of, output_values
 from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, Joint, joint_of
 from tracer.capture.refusals import check_capturable, check_graph, from_dynamo, refusal
+from tracer.precision.cast_cache import kernels
 from tracer.precision.policy import OFF, Autocast
 from tracer.step.user_errors import explain, without_torch_log
 from tracer.torch_api import TracingContext, no_garbage, one_at_a_time, pytree, tracing
@@ -22,16 +23,6 @@ from traces.devices import Device
 from traces.errors import CaptureError
 
 Wanted = Callable[[Any], Collection[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A graph that dynamo gave to its backend."""
-
-    module: fx.GraphModule
-    examples: Sequence[Any]
-    context: Any
-    outputs: list[Any]  # what stands for its outputs
 
 
 class _Read(Exception):
@@ -63,13 +54,13 @@ def capture(
     """
     check_capturable(model)
     own = _own(model, args, kwargs)  # before forward gives the model other buffers
-    on_gpu = gpu_attention() if target is not None else contextlib.nullcontext()
-    graphs: list[_Graph] = []
+    on_gpu = kernels("AutogradCPU", {ATTENTION: attend}) if target is not None else contextlib.nullcontext()
+    graphs: list[tuple[fx.GraphModule, Sequence[Any], Any, list[Any]]] = []
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Any]]:
         check_graph(module)
         outputs = [_like(x) for x in output_values(module)]
-        graphs.append(_Graph(module, examples, TracingContext.get(), outputs))
+        graphs.append((module, examples, TracingContext.get(), outputs))
         return torch.compiler.disable(lambda *_: outputs)
 
     try:
@@ -77,23 +68,23 @@ def capture(
             returned = by_dynamo(backend)(model.forward, tuple(args), kwargs)
         if not graphs:
             raise CaptureError(f"{type(model).__name__}: forward runs no op, so there is nothing to plan.")
-        (graph,) = graphs
+        ((module, examples, context, outputs),) = graphs  # the last are what stands for its outputs
         differentiated = wanted(returned)
-        with on_gpu, autocast.region(), tracing(graph.context), without_torch_log():
-            joint = _joint(graph, own, differentiated, as_on_gpu=target is not None)
+        with on_gpu, autocast.region(), tracing(context), without_torch_log():
+            joint = _joint(module, examples, outputs, own, differentiated, as_on_gpu=target is not None)
     except Exception as error:
         if not from_dynamo(error):
             raise explain(error, model) from error
         raise refusal(model, error) from error
     flat, spec = pytree.tree_flatten(returned)
-    place = {id(graph.outputs[k]): joint.outputs[p] for k, p in joint.returned.items()}
+    place = {id(outputs[k]): joint.outputs[p] for k, p in joint.returned.items()}
     template = tuple(_based(joint.captured, place.get(id(x), x), id(x) in differentiated) for x in flat)
     return replace(
         joint.captured,
         output_spec=spec,
         output_template=template,
         differentiated=tuple(
-            x.number for x in differentiable(graph.module) if id(graph.outputs[x.place]) in differentiated
+            n for n, k in differentiable(module).items() if id(outputs[k]) in differentiated
         ),
         target=target,
     )
@@ -119,23 +110,29 @@ def _numbered(
 
 
 def _joint(
-    graph: _Graph, own: dict[int, tuple[Input, torch.Tensor]], wanted: Collection[int], *, as_on_gpu: bool
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    outputs: Sequence[Any],
+    own: dict[int, tuple[Input, torch.Tensor]],
+    wanted: Collection[int],
+    *,
+    as_on_gpu: bool,
 ) -> Joint:
     """The joint graph of what dynamo captured, with all of the call's inputs."""
-    could = {k for k, x in enumerate(graph.outputs) if isinstance(x, torch.Tensor) and x.requires_grad}
-    kept = {k for k in could if id(graph.outputs[k]) in wanted}
-    read = {id(x) for x in graph.examples}
+    could = {k for k, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad}
+    kept = {k for k in could if id(outputs[k]) in wanted}
+    read = {id(x) for x in examples}
     unread = [x for key, x in own.items() if key not in read]
     inputs = [
         own[id(x)][0] if id(x) in own else Input(HELD if isinstance(x, torch.Tensor) else ARGUMENT, "", k, x)
-        for k, x in enumerate(graph.examples)
+        for k, x in enumerate(examples)
     ]
-    kind = kind_of(graph.examples)
+    kind = kind_of(examples)
     found: list[Joint] = []
 
-    def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+    def partition(made: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         found.append(
-            joint_of(module, num_fwd_outputs, inputs, unread=unread, on_gpu=as_on_gpu or kind == "cuda")
+            joint_of(made, num_fwd_outputs, inputs, unread=unread, on_gpu=as_on_gpu or kind == "cuda")
         )
         raise _Read
 
@@ -144,8 +141,8 @@ def _joint(
 
     with contextlib.suppress(_Read):
         compile_joint(
-            graph.module,
-            graph.examples,
+            module,
+            examples,
             kind,
             could - kept,
             fw_compiler=nothing,

@@ -11,14 +11,16 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx, nn
 
-from tracer.capture.library import known_to_dynamo, library_code, record_outputs
+from tracer.capture.library import known_to_dynamo, record_outputs
 from tracer.capture.refusals import check_graph
+from tracer.capture.torch_fixes.dropout import idle_dropout
+from tracer.capture.torch_fixes.grouped import true_results
+from tracer.capture.torch_fixes.whole_kernels import whole_kernels
 from tracer.precision.cast_cache import casts_cached
 from tracer.torch_api import backend_aot_autograd, dynamo_config, functorch_config
 
@@ -104,7 +106,9 @@ def compile_joint(
     check_graph(module)
     compiler = backend_aot_autograd(**compilers, decompositions={}, keep_inference_input_mutations=True)
     with (
-        library_code(),
+        whole_kernels(),
+        idle_dropout(),
+        true_results(),
         casts_cached(module, kind),
         _detached(module, left_out),
         functorch_config.patch(backward_pass_autocast="off"),  # which runs outside of the region
@@ -118,19 +122,12 @@ def kind_of(examples: Sequence[Any]) -> str:
     return next((k for k in kinds if k != "cpu"), "cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Could:
-    """An output of dynamo's graph that a loss could differentiate."""
-
-    place: int  # among all outputs
-    number: int  # among those that are tensors
-
-
-def differentiable(module: fx.GraphModule) -> list[Could]:
-    """The outputs of dynamo's graph that a loss could differentiate."""
+def differentiable(module: fx.GraphModule) -> dict[int, int]:
+    """The outputs of dynamo's graph that a loss could differentiate: number among those that are tensors -> place among
+    all."""
     vals = output_values(module)
     tensors = [k for k, x in enumerate(vals) if isinstance(x, torch.Tensor)]
-    return [Could(k, n) for n, k in enumerate(tensors) if vals[k].requires_grad]
+    return {n: k for n, k in enumerate(tensors) if vals[k].requires_grad}
 
 
 def output_values(module: fx.GraphModule) -> list[Any]:

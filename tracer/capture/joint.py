@@ -137,7 +137,8 @@ def joint_of(
     outputs, grads = map(tuple, output.args[0])
     graph.erase_node(output)
     parameters, buffers, arguments, tangents, numbers = map(tuple, groups)
-    tensors = dict.fromkeys(x for x in outputs if isinstance(x, fx.Node) and _is_tensor(x))
+    nodes = (x for x in outputs if isinstance(x, fx.Node))
+    tensors = dict.fromkeys(n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor))
     number = {n: At(k) for k, n in enumerate(tensors)}
     descriptors = list(old.meta.get("desc", ()))
     for n in tangents:
@@ -221,10 +222,6 @@ def _described(given: Input, number: int) -> Any:
     """A descriptor as `program_of` reads them."""
     kind = type(given.kind, (SimpleNamespace,), {})
     return kind(target=given.name, idx=number)
-
-
-def _is_tensor(n: fx.Node) -> bool:
-    return isinstance(n.meta.get("val"), torch.Tensor)
 
 
 def _mutations(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

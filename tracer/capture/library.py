@@ -10,20 +10,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from tracer.capture.torch_fixes.dropout import idle_dropout
 from tracer.capture.torch_fixes.grouped import true_results
-from tracer.capture.torch_fixes.whole_kernels import whole_kernels
 from tracer.torch_api import CAPTURING, RandomVariable, replaced
 
 OUTPUTS: Final = ("output_hidden_states", "output_attentions")
-
-
-@contextlib.contextmanager
-def library_code() -> Iterator[None]:
-    """In the body AOTAutograd takes what dynamo captured apart into the ops that eager runs, of the strides that those
-    give."""
-    with whole_kernels(), idle_dropout(), true_results():
-        yield
 
 
 @contextlib.contextmanager
@@ -69,13 +59,9 @@ def _checks_as_ops() -> Iterator[None]:
             torch.ops.aten._is_all_true.default(cond), "a check of the model failed"
         )
 
-    with replaced(torch, _check_tensor_all=check), replaced(torch.compiler, is_exporting=_no):
+    # Dynamo of torch 2.11 says of every capture that it exports, and transformers then makes each mask.
+    with replaced(torch, _check_tensor_all=check), replaced(torch.compiler, is_exporting=lambda: False):
         yield
-
-
-def _no() -> bool:
-    """Whether torch exports: dynamo of torch 2.11 says so of every capture, and transformers then makes each mask."""
-    return False
 
 
 @contextlib.contextmanager

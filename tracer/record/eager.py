@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Final
@@ -171,7 +170,9 @@ class EagerRecorder(TorchDispatchMode):
             return known.item()
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        inputs, outputs = list(given_to(func, args, kwargs)), list(tensors_in(out))
+        # What `torch.tensor(...)` gives `lift_fresh` is its own output.
+        inputs = [] if func is aten.lift_fresh.default else list(tensors_in((args, kwargs)))
+        outputs = list(tensors_in(out))
         reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
         i = len(self.rows)
         name = f"{str(func).removeprefix('aten.').split('.')[0]}_{i}"
@@ -236,8 +237,3 @@ def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torc
 def is_op(func: Any) -> bool:
     """Return whether a dispatched function counts as an op: questions about a tensor and profiler marks do not."""
     return func.namespace not in ("prim", "prims", "profiler")
-
-
-def given_to(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an op is given; of `lift_fresh` none: what `torch.tensor(...)` gives it is its own output."""
-    return iter(()) if func is aten.lift_fresh.default else tensors_in((args, kwargs))

@@ -53,8 +53,3 @@ def parse_around(given: dict[str, Any]) -> dict[str, Any]:
             "--clip-grad-norm, --accumulate and --zero-grad, for which all gradients are there after backward."
         )
     return parse_policy(given) | loop
-
-
-def loop_of(around: dict[str, Any]) -> Loop:
-    """The loop that parsed options describe."""
-    return Loop(**{k: around[k] for k in LOOP_OPTIONS if k in around})

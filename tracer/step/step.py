@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tracer.precision.policy import FLOAT16, Autocast
-from tracer.step.loop_options import loop_of, parse_around
+from tracer.step.loop_options import LOOP_OPTIONS, Loop, parse_around
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND, is_build_function
 
@@ -112,7 +112,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str) -> Tra
     kind = device.partition(":")[0]
     dtype = policy.get("amp") or step.autocast.dtype
     scaler = torch.amp.GradScaler(kind) if dtype == FLOAT16 else None
-    loop = loop_of(policy)
+    loop = Loop(**{k: policy[k] for k in LOOP_OPTIONS if k in policy})
     if loop.release_gradients:
         check_release(step.name, step.optimizer, scaler)
     return replace(
