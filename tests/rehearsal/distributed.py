@@ -5,6 +5,7 @@ python distributed.py KIND [fake]: with `fake`, torch's process group that does 
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import sys
@@ -233,6 +234,8 @@ def communicators() -> None:
     """Of all, of half and of the two outermost ranks, then of half by a split."""
     ranks = dist.get_world_size()
     half, outermost = dist.new_group(list(range(ranks // 2))), dist.new_group([0, ranks - 1])
+    if "at once" in sys.argv:
+        mesh(2, ranks // 2)
     model = nn.Linear(WIDTH, WIDTH).cuda()
     optimizer = adamw(model)
     for _ in range(STEPS):
@@ -256,9 +259,9 @@ def communicators() -> None:
 def objects() -> None:
     """Exchanges of objects, the store, gloo."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    told: list[Any] = [None] * ranks
-    dist.all_gather_object(told, {"rank": rank})
-    assert told == [{"rank": rank}] * ranks
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": rank}] * ranks
     on_cpus = dist.new_group(backend="gloo")
     dist.monitored_barrier(on_cpus)
     dist.barrier(on_cpus)
@@ -268,7 +271,19 @@ def objects() -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"host{rank}", "here")
     assert store.get(f"host{ranks - 1}") == b"here"
-    assert store.add("count", 1) == ranks
+    assert store.add("count", 1) == ranks == int(store.get("count"))
+    store.set_timeout(datetime.timedelta(seconds=9))
+    assert store.num_keys() > 1
+    assert store.delete_key("count")
+    length, told, sent = (torch.tensor([7 * rank], device=d) for d in ("cuda", "cpu", "cuda"))
+    dist.broadcast(length, src=1)
+    dist.broadcast(told, src=1, group=on_cpus)
+    assert length.item() == told.item() == 7
+    if rank:
+        dist.send(sent, 0)
+    else:
+        dist.recv(sent, 1)
+    assert sent.item() == 7
     model = nn.Linear(WIDTH, WIDTH).cuda()
     optimizer = adamw(model)
     model(torch.ones(8, WIDTH, device="cuda")).sum().backward()

@@ -6,6 +6,9 @@ and holds. What only another rank can know is heard from that rank, which is reh
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import inspect
 import pickle
 import re
 import time
@@ -19,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
+from tracer.rehearsal.objects import SMALL_BYTES
 from tracer.rehearsal.words import Words
 from tracer.torch_api import FakeProcessGroup, new_process_group_helper, process_groups, replaced
 
@@ -40,8 +44,9 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: A
     own = Objects(rank, words)
 
     class Shared(Answering):
-        def __init__(self, *_: Any, **__: Any) -> None:
+        def __init__(self, host_name: str = "", port: int = 0, *_: Any, **__: Any) -> None:
             super().__init__(kept, rank, ranks, words)
+            self.host, self.port = host_name, port
 
     exchanges = {
         name: getattr(own, name)
@@ -50,24 +55,20 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: A
             "recv_object_list", "monitored_barrier",
         )
     }  # fmt: skip
+    tensors = Tensors(rank, words, driver)
+    exchanges |= {name: tensors.telling(getattr(c10d, name)) for name in ("broadcast", "isend", "irecv")}
 
     def start(function: Callable[..., Any], args: Sequence[Any] = (), *_: Any, **__: Any) -> None:
         function(local_rank, *args)
 
-    make, split = _telling_sizes(c10d, driver)
+    make = _telling_sizes(new_process_group_helper, lambda size, *_: size, driver)
+    split = _telling_sizes(dist.ProcessGroup.split_group, lambda _, ranks, *__: len(ranks), driver)
     with ExitStack() as around:
         for owner, values in (
-            (dist, {"TCPStore": Shared, "FileStore": Shared, "split_group": split, **exchanges}),
+            (dist, {"TCPStore": Shared, "FileStore": Shared, **exchanges}),
+            (dist.ProcessGroup, {"split_group": split}),
             (rendezvous, {"TCPStore": Shared, "FileStore": Shared}),
-            (
-                c10d,
-                {
-                    "ProcessGroupGloo": _on_cpus,
-                    "split_group": split,
-                    "_new_process_group_helper": make,
-                    **exchanges,
-                },
-            ),
+            (c10d, {"ProcessGroupGloo": _on_cpus, "_new_process_group_helper": make, **exchanges}),
             (mp, {"spawn": start, "start_processes": start}),
         ):
             around.enter_context(replaced(owner, **values))
@@ -121,9 +122,9 @@ class Answering(dist.Store):
 
     def add(self, key: str, value: int) -> int:
         """As if every rank had added as much."""
-        mine = int(self._kept.get(key, b"0")) + value
-        self._kept[key] = str(mine).encode()
-        return mine * self._ranks
+        total = int(self._kept.get(key, b"0")) + value * self._ranks
+        self._kept[key] = str(total).encode()
+        return total
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
         """The others have set them."""
@@ -143,13 +144,21 @@ class Answering(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._kept.pop(key, None) is not None
 
+    def num_keys(self) -> int:
+        return len(self._kept)
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 (so C++ calls them)
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nobody waits."""
+
     def clone(self) -> Any:
         return self
 
 
 class Objects:
-    """Exchanges of Python objects: every rank gives what this one gives, unless one alone gives. Their bytes are not on
-    the GPU."""
+    """Exchanges of Python objects: every rank gives what this one gives, unless one alone gives, which is asked. Their
+    bytes are not on the GPU."""
 
     def __init__(self, rank: int, words: Words) -> None:
         self._rank, self._words = rank, words
@@ -166,15 +175,8 @@ class Objects:
     def broadcast_object_list(
         self, object_list: list[Any], src: int | None = None, group: Any = None, *_: Any, **given: Any
     ) -> None:
-        source, word = _global_rank(src, given.get("group_src"), group), self._named("broadcast", group)
-        if source == self._rank:
-            self._words.say(word, object_list)
-        elif found := self._words.heard(source, word):
-            object_list[:] = found[0]
-        elif all(x is None for x in object_list):  # else it has the same
-            object_list[:] = self._words.hear(
-                source, word, f"takes the objects that rank {source} broadcasts"
-            )
+        source = _global_rank(src, given.get("group_src"), group)
+        object_list[:] = self._told("broadcast", source, _ranks(group), object_list)
 
     def scatter_object_list(
         self,
@@ -184,32 +186,87 @@ class Objects:
         group: Any = None,
         **given: Any,
     ) -> None:
-        source, word = _global_rank(src, given.get("group_src"), group), self._named("scatter", group)
-        if source == self._rank:
-            self._words.say(word, scatter_object_input_list)
-        elif not scatter_object_input_list:
-            scatter_object_input_list = self._words.hear(source, word, f"takes what rank {source} scatters")
-        scatter_object_output_list[0] = _copied((scatter_object_input_list or [])[dist.get_rank(group)])
+        source = _global_rank(src, given.get("group_src"), group)
+        whole = self._told("scatter", source, _ranks(group), scatter_object_input_list)
+        scatter_object_output_list[0] = _copied(whole[dist.get_rank(group)])
 
     def send_object_list(
         self, object_list: list[Any], dst: int | None = None, group: Any = None, *_: Any, **given: Any
     ) -> None:
-        to = _global_rank(dst, given.get("group_dst"), group)
-        self._words.say(self._words.numbered(f"send {self._rank} {to}"), object_list)
+        self._told("send", self._rank, [_global_rank(dst, given.get("group_dst"), group)], object_list)
 
     def recv_object_list(
         self, object_list: list[Any], src: int | None = None, group: Any = None, *_: Any, **given: Any
     ) -> int:
         source = _global_rank(src, given.get("group_src"), group)
-        word = self._words.numbered(f"send {source} {self._rank}")
-        object_list[:] = self._words.hear(source, word, f"takes the objects that rank {source} sends")
+        object_list[:] = self._told("send", source, [self._rank], None)
         return source
 
     def monitored_barrier(self, *_: Any, **__: Any) -> None:
         """All are there."""
 
-    def _named(self, what: str, group: Any) -> str:
-        return self._words.numbered(f"{what} {dist.get_process_group_ranks(group or dist.group.WORLD)}")
+    def _told(self, what: str, giver: int, to: list[int], mine: Any) -> Any:
+        """What one rank gives to some, said if it is this one, else heard."""
+        word = self._words.numbered(f"{what} {giver} {to}")
+        if giver != self._rank:
+            return self._words.hear(giver, word, f"takes the objects that rank {giver} {what}s")
+        self._words.say(word, mine)
+        return mine
+
+
+class Tensors:
+    """Values of small tensors that one rank alone gives: it says them, and the others hear them where the host reads
+    them. Counts: what Python broadcasts, sends and receives. Ignores: what a kernel made, which nobody knows."""
+
+    def __init__(self, rank: int, words: Words, driver: Any) -> None:
+        self._rank, self._words, self._driver = rank, words, driver
+
+    def telling(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's `broadcast`, `isend` or `irecv`, which tells values."""
+        signature = inspect.signature(exchange)
+
+        @functools.wraps(exchange)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            tensor, group = given["tensor"], given.get("group")
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+            if not plain or not 0 < tensor.nbytes <= SMALL_BYTES or dist.get_rank(group) < 0:
+                return exchange(*args, **kwargs)
+            peer = _global_rank(
+                given.get("src", given.get("dst")), given.get("group_src", given.get("group_dst")), group
+            )
+            if "dst" in signature.parameters:
+                giver, to = self._rank, [peer]
+            else:
+                giver, to = peer, _ranks(group) if exchange.__name__ == "broadcast" else [self._rank]
+            word = self._words.numbered(f"tensor from {giver} to {to}")
+            if giver == self._rank:
+                self._words.say(word, self._known(tensor))
+            done = exchange(*args, **kwargs)
+            if giver != self._rank:
+                self._take(tensor, giver, word)
+            return done
+
+        return told
+
+    def _known(self, tensor: torch.Tensor) -> bytes | None:
+        values = ctypes.create_string_buffer(tensor.nbytes)
+        if tensor.device.type == "cpu":
+            ctypes.memmove(values, tensor.data_ptr(), tensor.nbytes)
+        elif (
+            self._driver.null_read(ctypes.c_void_p(tensor.data_ptr()), values, ctypes.c_size_t(tensor.nbytes))
+            <= 0
+        ):
+            return None
+        return values.raw
+
+    def _take(self, tensor: torch.Tensor, giver: int, word: str) -> None:
+        what, at = f"reads a tensor that rank {giver} gives", tensor.data_ptr()
+        if tensor.device.type == "cpu":
+            ctypes.memmove(at, self._words.hear(giver, word, what), tensor.nbytes)
+        else:
+            number = self._words.later(giver, word, what, at)
+            self._driver.null_told(ctypes.c_void_p(at), ctypes.c_size_t(tensor.nbytes), number)
 
 
 def _global_rank(src: int | None, group_src: int | None, group: Any) -> int:
@@ -218,35 +275,30 @@ def _global_rank(src: int | None, group_src: int | None, group: Any) -> int:
     return src
 
 
+def _ranks(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
 def _copied(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
 def _on_cpus(store: Any, rank: int, size: int, *_: Any, **__: Any) -> Any:
-    """The group of CPUs that gloo would make: torch's own that does nothing."""
+    """The group of CPUs that gloo would make: torch's own that does nothing, so that a sum is what this rank adds."""
     options = FakeProcessGroup.Options()
     if hasattr(options, "simulate_uniform_ranks"):
         options.simulate_uniform_ranks = True
     return FakeProcessGroup._create_internal(rank, size, options)
 
 
-def _telling_sizes(c10d: Any, driver: Any) -> tuple[Any, Any]:
-    """Torch's two functions that make groups, which tell the driver how many ranks the group has while they do."""
-    make, split = new_process_group_helper, c10d.split_group
+def _telling_sizes(make: Callable[..., Any], count: Callable[..., int], driver: Any) -> Callable[..., Any]:
+    """What makes a group, which tells the driver how many ranks (by the arguments) the group has while it does."""
 
-    def made(group_size: int, *args: Any, **given: Any) -> Any:
-        driver.null_split_ranks(group_size)
+    def made(*args: Any, **given: Any) -> Any:
+        driver.null_split_ranks(count(*args))
         try:
-            return make(group_size, *args, **given)
+            return make(*args, **given)
         finally:
             driver.null_split_ranks(0)
 
-    def divided(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **given: Any) -> Any:
-        here = (parent_pg or dist.group.WORLD).rank()
-        driver.null_split_ranks(next((len(r) for r in split_ranks or () if here in r), 0))
-        try:
-            return split(parent_pg, split_ranks, *args, **given)
-        finally:
-            driver.null_split_ranks(0)
-
-    return made, divided
+    return made

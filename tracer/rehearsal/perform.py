@@ -8,6 +8,7 @@ import pickle
 import pkgutil
 import runpy
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -17,15 +18,16 @@ import torch
 from torch import nn
 
 from tracer.environment import environment
+from tracer.rehearsal.peak import foreign
 from tracer.rehearsal.record import Rehearsal
 from tracer.rehearsal.watch import Enough, Watch, names, null_driver
-from tracer.rehearsal.words import Said, Unheard, Words
+from tracer.rehearsal.words import Words
 from tracer.step import context
 from tracer.step.context import initialisers_without_values
 from tracer.step.loop import TrainingStep, run_step
 from tracer.step.step import BuildStep, load_spec
 from tracer.torch_api import FakeTensorMode, replaced
-from traces.errors import LowtideError, SpecError
+from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.files import replacing, to_json
 
 
@@ -64,8 +66,8 @@ def do(
 
         # The threads of NCCL's groups would ask the store while the interpreter ends.
         atexit.register(lambda: os._exit(int(failed)))
-        watch = Watch(most_iterations=most, device=local_rank, settle=finish_pending)
         words = Words(Path(said), fields["rank"], until)
+        watch = Watch(most_iterations=most, device=local_rank, settle=finish_pending, words=words)
         others = absent_ranks(fields["rank"], ranks, local_rank, words, null_driver())
     try:
         with watch.watching(), initialisers_without_values(), others, _around(*around):
@@ -74,20 +76,12 @@ def do(
             else:
                 step = _step(load_spec(model, dict(options), seed=seed), shard, local_rank)
                 _loop(step, _planned(step.model, plan, apply), iterations, watch)
-    except Unheard as word:
-        failed = False
-        return {"unheard": word.rank, "word": word.word, "why": str(word)}
-    except Said:
-        failed = False
-        return {"said": until}
     except torch.cuda.OutOfMemoryError as error:
         out_of_memory = " ".join(str(error).split())
     except LowtideError:
         raise
-    except Exception as error:
-        if reads := watch.reads():  # what it was told may be why
-            error.add_note(f"The rehearsal had answered reads of the GPU's values: {'; '.join(reads)}.")
-        raise explained(error) from error
+    except BaseException as error:  # of which torch's own of checkpoints is one
+        raise explained(error, model if script else "", watch.reads()) from error
     if not watch.iterations and not out_of_memory:
         raise SpecError(
             f"{model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a build "
@@ -171,15 +165,20 @@ def _script(model: str, arguments: Sequence[str], watch: Watch, *, module: bool 
             raise SpecError(f"{model} ended with {stop.code!r} before an optimizer made a step.") from None
 
 
-def explained(error: Exception) -> Exception:
-    """An error of torch's with what the null driver lacks, where that is the cause."""
+def explained(error: BaseException, script: str = "", reads: Sequence[str] = ()) -> BaseException:
+    """An error with what the null driver lacks or reads were told, which may be the cause; a script's by its line."""
     lacking = names(null_driver().null_missing_names())
     text = " ".join(str(error).split())[:600]
-    if not lacking:
+    if lacking:
+        return EnvironmentProblem(
+            f"the step asks CUDA for what the null driver has not ({', '.join(lacking)}), and ended with: {text}. "
+            "Rehearse a step without it, or measure on a GPU."
+        )
+    told = f" The rehearsal had answered reads of the GPU's values: {'; '.join(reads)}." if reads else ""
+    if not script:
+        error.add_note(told.strip())
         return error
-    from traces.errors import EnvironmentProblem
-
-    return EnvironmentProblem(
-        f"the step asks CUDA for what the null driver has not ({', '.join(lacking)}), and ended with: {text}. "
-        "Rehearse a step without it, or measure on a GPU."
-    )
+    traceback.print_exception(error)
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if not foreign(f.filename)]
+    where = f" at {Path(lines[-1].filename).name}:{lines[-1].lineno} {lines[-1].name}" if lines else ""
+    return SpecError(f"{script} ended with {type(error).__name__}{where}: {text}.{told}")

@@ -15,8 +15,9 @@ from typing import Any, Final
 from tracer.rehearsal.driver import driver_environment, find_cuda_torch
 from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.record import Rehearsal
+from tracer.rehearsal.words import spoken
 from traces.devices import CONTEXT_BYTES, Device, device
-from traces.errors import SpecError
+from traces.errors import LowtideError, SpecError
 from traces.files import from_json
 from traces.isolated import run_fresh
 from traces.model_spec import DEFAULT_FUNCTION, source_file
@@ -114,8 +115,14 @@ def rehearse(
         "module": module,
     }
 
-    def perform(there: Device, number: int, word: str, asked: tuple[str, ...]) -> dict[str, Any]:
-        """What one rank answers, for which others are run first, until each has said what this one waits for."""
+    begun: set[int] = set()
+    asked: dict[str, str] = {}  # why the rank did not say it
+
+    def perform(there: Device, number: int, word: str = "") -> dict[str, Any]:
+        """What one rank answers, for which others are run first, until each has said what this one waits for. A rank
+        runs for a word as far as that, and when it is asked again, as far as it gets."""
+        until = "" if number in begun else word
+        begun.add(number)
         while True:
             of_rank = (
                 {"rank": number, "ranks": job.ranks, "local_rank": number % job.local_ranks} if job else {}
@@ -128,23 +135,30 @@ def rehearse(
                     "gpu": there.name,
                     "memory_bytes": there.memory_bytes,
                     "said": said,
-                    "until": word,
+                    "until": until,
                 },
                 there,
                 what=f"rehearsed {model}",
                 environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
                 overriding=job.variables(number) if job else None,
                 devices=job.local_ranks if job else 1,
-                shown=runs_script and not word,
+                shown=runs_script and number == rank,
             )
-            if "unheard" not in answer:
+            if "unheard" not in answer or word in dict(spoken(Path(said), number)):
                 return answer
-            wanted = answer["word"]
-            if wanted in asked or "said" not in perform(there, answer["unheard"], wanted, (*asked, wanted)):
-                raise SpecError(answer["why"])
+            wanted, other = answer["word"], answer["unheard"]
+            if wanted in asked:
+                raise SpecError(answer["why"] + asked[wanted])
+            asked[wanted] = ""
+            try:
+                perform(there, other, wanted)
+            except LowtideError as error:
+                asked[wanted] = f" It ended with: {error}"
 
     def run(there: Device) -> Rehearsal:
-        return from_json(Rehearsal, perform(there, rank, "", ()))
+        begun.clear()
+        asked.clear()
+        return from_json(Rehearsal, perform(there, rank))
 
     with TemporaryDirectory() as said:
         found = run(board)

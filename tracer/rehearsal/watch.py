@@ -52,13 +52,15 @@ _FIGURES: Final = ("requested_bytes", "allocated_bytes", "reserved_bytes")
 class Watch:
     """Figures by iteration and phase. `begin` and `end` an iteration, or let the first optimizer's steps end them."""
 
-    def __init__(self, *, most_iterations: int = 0, device: int | None = None, settle: Any = None) -> None:
+    def __init__(
+        self, *, most_iterations: int = 0, device: int | None = None, settle: Any = None, words: Any = None
+    ) -> None:
         """most_iterations: raise `Enough` after so many optimizer steps; 0: `end` is called by the loop. device: whose
-        memory is watched; None: the current one's. settle: called when an iteration ends."""
+        memory is watched; None: the current one's. settle: called when an iteration ends. words: of the ranks."""
         self.iterations: list[Iteration] = []
         self.snapshot: dict[str, Any] = {}  # torch's own, once `watching` has ended
         self._most = most_iterations
-        self._settle = settle
+        self._settle, self._words = settle, words
         self._device = torch.cuda.current_device() if device is None else device
         self._phase = FORWARD
         self._loop = Phases(self._enter)
@@ -186,8 +188,12 @@ class Watch:
         library.impl("nonzero", nonzero, "CUDA", with_keyset=True, allow_override=True)
         return library
 
-    def _on_read(self, size: int, told: int) -> int:
-        """The host reads `size` bytes of the device, each of which would be `told`; returns what it is."""
+    def _on_read(self, size: int, told: int, to: int, at: int, message: int) -> int:
+        """The host reads `size` bytes of the device, each of which would be `told`; returns what it is. What another
+        rank gave in a message is heard from that rank, and -1 returned."""
+        if message and (value := self._words.value(message, at, size)):
+            ctypes.memmove(to, value, size)
+            return -1
         frame = sys._getframe().f_back  # none in autograd's thread, outside of functions of the user's own
         where, text = _line_of(frame) if frame else ("", "")
         told = int(told and not any(word in text for word in _DOUBTS))
@@ -241,7 +247,9 @@ class Watch:
         return found
 
 
-_READ: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong, ctypes.c_int)
+_READ: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_ulonglong, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
+)
 
 
 def null_driver() -> Any:

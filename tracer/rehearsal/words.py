@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-
-class Unheard(BaseException):
-    """This rank needs what another one says, which has not been rehearsed so far."""
-
-    def __init__(self, rank: int, word: str, what: str) -> None:
-        super().__init__(what)
-        self.rank, self.word = rank, word
+from traces.isolated import tell
 
 
-class Said(BaseException):
-    """This rank has said what it was started for."""
+def spoken(folder: Path, rank: int) -> Iterator[tuple[str, Any]]:
+    """The words that a rank has said so far, with their contents."""
+    with suppress(FileNotFoundError, EOFError), (folder / str(rank)).open("rb") as file:
+        while True:
+            yield pickle.load(file)
 
 
 class Words:
-    """What ranks tell each other in the store and as objects, kept in a folder: each rank that runs adds its own."""
+    """What ranks tell each other in the store, as objects and as small tensors, kept in a folder: each rank that runs
+    adds its own. The process ends, with an answer, once it has said what it was started for, or needs what another
+    rank says that has not been rehearsed so far."""
 
     def __init__(self, folder: Path, rank: int, until: str) -> None:
-        """until: raise `Said` once this rank has said it."""
+        """until: the word for which this rank was started; "": it runs to its end."""
         self._folder, self._rank, self._until = folder, rank, until
         self._numbers: Counter[str] = Counter()
-        (folder / str(rank)).unlink(missing_ok=True)
+        self._later: list[tuple[int, str, str, int]] = []
+        self._before = Counter(name for name, _ in spoken(folder, rank))  # when it ran as far as that before
 
     def numbered(self, word: str) -> str:
         """The name of the next word of this kind."""
@@ -37,26 +39,34 @@ class Words:
 
     def say(self, word: str, content: Any) -> None:
         """Tell the other ranks."""
-        with (self._folder / str(self._rank)).open("ab") as file:
-            pickle.dump((word, content), file)
+        if self._before[word] > 0:
+            self._before[word] -= 1
+        else:
+            with (self._folder / str(self._rank)).open("ab") as file:
+                pickle.dump((word, content), file)
         if word == self._until:
-            raise Said
-
-    def heard(self, rank: int, word: str) -> list[Any]:
-        """What another rank said under that name, if anything: a list of one."""
-        found = []
-        with suppress(FileNotFoundError, EOFError), (self._folder / str(rank)).open("rb") as file:
-            while True:
-                name, content = pickle.load(file)
-                if name == word:
-                    found = [content]
-        return found
+            _end({"said": word})
 
     def hear(self, rank: int, word: str, what: str) -> Any:
-        """The same, where there is no going on without; raises `Unheard`."""
-        found = self.heard(rank, word)
-        if not found:
-            raise Unheard(
-                rank, word, f"rank {self._rank} {what}, which that rank does not say where it is rehearsed."
-            )
-        return found[0]
+        """What another rank said last under that name."""
+        found = dict(spoken(self._folder, rank))
+        if word not in found:
+            why = f"rank {self._rank} {what}, which that rank does not say where it is rehearsed."
+            _end({"unheard": rank, "word": word, "why": why})
+        return found[word]
+
+    def later(self, rank: int, word: str, what: str, at: int) -> int:
+        """A number for the value at that address, which is heard when the host reads it."""
+        self._later.append((rank, word, what, at))
+        return len(self._later)
+
+    def value(self, number: int, at: int, size: int) -> bytes | None:
+        """So many bytes there of the value with that number; None: its rank does not know them either."""
+        rank, word, what, begin = self._later[number - 1]
+        content = self.hear(rank, word, what)
+        return None if content is None else bytes(content[at - begin : at - begin + size])
+
+
+def _end(answer: dict[str, Any]) -> None:
+    tell(answer)
+    os._exit(0)

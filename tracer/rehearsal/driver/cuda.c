@@ -79,8 +79,9 @@ const char *null_missing_names(void) { return missing; }
 const char *null_assumed_names(void) { return assumed; }
 void null_set_memory(int device, unsigned long long size) { total[device] = size; }
 
-static int (*on_read)(unsigned long long, int);  // bytes that the host reads, what each would be -> what each of them is
-void null_on_read(int (*callback)(unsigned long long, int)) { on_read = callback; }
+// Bytes that the host reads, what each would be, where, from where, what message is there -> what each of them is; < 0: it is done.
+static int (*on_read)(unsigned long long, int, void *, const void *, int);
+void null_on_read(void *callback) { on_read = callback; }
 
 void *null_handle(void) {
   static uintptr_t next = 0x550000000000;
@@ -369,7 +370,8 @@ int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) {
 // ---- copies: what the host reads is told to be --------------------------------------------------------------------
 
 // What the host wrote is known until a kernel runs, which may change anything.
-typedef struct Known { uint64_t at; size_t size; struct Known *next; char data[]; } Known;
+// A `message` is what another rank gave, which Python hears from that rank if the host reads it.
+typedef struct Known { uint64_t at; size_t size; int message; struct Known *next; char data[]; } Known;
 static Known *known;
 static size_t known_bytes;
 static void forget(uint64_t at, size_t size) {  // under the lock: what lies there, even in part
@@ -385,8 +387,8 @@ int null_read(const void *from, void *data, size_t size) {
   LOCKED(lock);
   Known *k = known;
   while (k && !(k->at <= at && at + size <= k->at + k->size)) k = k->next;
-  if (k) memcpy(data, k->data + (at - k->at), size);
-  return k != 0;
+  if (k && !k->message) memcpy(data, k->data + (at - k->at), size);
+  return !k ? 0 : k->message ? -k->message : 1;
 }
 void null_write(void *to, const void *data, size_t size) {
   Known *k = data && size <= KEPT ? malloc(sizeof *k + size) : 0;
@@ -403,9 +405,15 @@ void null_write(void *to, const void *data, size_t size) {
     known_bytes += size;
   }
 }
+void null_told(void *at, size_t size, int message) {
+  char nothing[KEPT];
+  LOCKED(lock);
+  null_write(at, nothing, size);
+  known->message = message;
+}
 static int copy(void *to, const void *from, size_t size) {  // within the device
   char *data = size <= KEPT ? malloc(size) : 0;
-  null_write(to, data && null_read(from, data, size) ? data : 0, size);
+  null_write(to, data && null_read(from, data, size) > 0 ? data : 0, size);
   free(data);
   return OK;
 }
@@ -413,10 +421,12 @@ static int copy(void *to, const void *from, size_t size) {  // within the device
 static __thread const void *last_kernel;
 static const char *name_of(const void *kernel);
 static void answer(void *to, const void *from, size_t size) {
-  if (null_read(from, to, size)) return;
+  int found = null_read(from, to, size);
+  if (found > 0) return;
   const char *kernel = name_of(last_kernel);  // any() is a reduction by "or", of one value a copy as bool
   int byte = size == 1 && !strstr(kernel, "or_kernel_cuda") && !strstr(kernel, "direct_copy_kernel_cuda");
-  memset(to, on_read ? on_read(size, byte) : byte, size);
+  byte = on_read ? on_read(size, byte, to, from, -found) : byte;
+  if (byte >= 0) memset(to, byte, size);
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
   __sync_add_and_fetch(&tickets, 1);

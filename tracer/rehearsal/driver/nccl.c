@@ -137,7 +137,7 @@ static int reduced(void *data, size_t count, int type, int op, int ranks) {
 static int collect(const char *from, void *to, size_t count, int type, int op, int copies, int ranks) {
   size_t size = count * SIZES[type];
   char *data = size * copies <= KEPT ? malloc(size * copies + 1) : 0;
-  int known = data && null_read(from, data, size) && (op == NONE || reduced(data, count, type, op, ranks));
+  int known = data && null_read(from, data, size) > 0 && (op == NONE || reduced(data, count, type, op, ranks));
   for (int k = 1; known && k < copies; k++) memcpy(data + k * size, data, size);
   null_write(to, known ? data : 0, size * copies);
   free(data);
@@ -197,11 +197,7 @@ int ncclGroupEnd(void) {
   to_itself.at = 0;
   return OK;
 }
-typedef struct { size_t size; unsigned magic, version; float seconds; } Simulated;
-int ncclGroupSimulateEnd(Simulated *out) {
-  if (out) out->seconds = 0;
-  return ncclGroupEnd();
-}
+int ncclGroupSimulateEnd(void *out) { return ncclGroupEnd(); }  // the time stays as torch has set it: not known
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int where, Comm *c) {
   *op = 5;  // the first after NCCL's own
   return OK;

@@ -11,7 +11,7 @@
 int null_missing(const char *function);
 // Remember that what `subject` says is by a rule and not known: "cuDNN workspaces".
 void null_assumed(const char *subject);
-// What is known of the device's memory: what the host wrote there and no kernel may have changed; 0 if it is not known.
+// What the host wrote into the device's memory and no kernel may have changed; 0 if it is not known, less if to another rank.
 int null_read(const void *at, void *data, size_t size);
 // That memory is `data` from now on; 0: nobody knows what.
 void null_write(void *at, const void *data, size_t size);
