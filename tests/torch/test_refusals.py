@@ -6,6 +6,7 @@ import copy
 import random
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from executor.verifying import verify
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
 from tracer import trace
+from tracer.step.user_errors import is_library
 from traces.errors import CaptureError, OptimizerError, SpecError
 
 
@@ -68,6 +70,14 @@ def scripted() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.script(linear())
+
+
+def test_what_pip_put_into_a_folder_of_any_name_is_no_code_of_the_user_s(tmp_path: Path) -> None:
+    for name, record in (("there-1.dist-info", "RECORD"), ("mine.egg-info", "SOURCES.txt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / record).write_text(f"{name.partition('.')[0].partition('-')[0]}/a.py,,\n")
+    assert is_library(str(tmp_path / "there" / "a.py"))
+    assert not is_library(str(tmp_path / "mine" / "a.py"))
 
 
 def test_optimizers_that_run_the_model_themselves_are_refused() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import os
 import traceback
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +37,16 @@ def is_foreign(file: str) -> bool:
 
 def is_library(file: str) -> bool:
     """Return whether code of this file is of something installed: torch, wherever it lies, or any other package."""
-    return file.startswith(_FOREIGN) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    path = Path(file)
+    named = file.startswith(_FOREIGN) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return named or any(path.relative_to(p).parts[0] in _installed(p) for p in path.parents)
+
+
+@cache
+def _installed(folder: Path) -> set[str]:
+    """What pip put into a folder of any name (`--target`), as each package's RECORD beside it tells."""
+    found = importlib.metadata.distributions(path=[str(folder)])
+    return {file.parts[0] for d in found if d.read_text("RECORD") for file in d.files or ()}
 
 
 def is_data_dependent(error: BaseException) -> bool:
