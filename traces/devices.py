@@ -22,6 +22,10 @@ LAUNCH_NS: Final = 4_000  # an eager op's launch; small kernels of a stream star
 # What the driver and the loaded libraries keep of a GPU beside torch's allocator, 0.3 to 1 GiB and more. Measured on an
 # H200 (CUDA 13): 619 MiB with the first tensor, 703 MiB with cuBLAS, cuDNN and attention. Assumed for all others.
 CONTEXT_BYTES: Final = 704 * MIB
+# NCCL's rings: until one begins, and for each step, by NVIDIA/nccl's src/graph/tuning.cc (ring, Simple).
+BEGIN_NS: Final = 8_400
+STEP_NS: Final = {"NVLink": 3_400, "PCI Express": 5_700, "network": 9_600}
+NETWORK_GBIT_PER_S: Final = 400  # a network card for each GPU, as in NVIDIA's DGX H100
 # Words in a GPU's name that make it another board than the one of the plain name.
 OTHER_BOARDS: Final = frozenset({"ti", "super", "laptop", "max", "d", "mig", "nvl", "pcie"})
 
@@ -41,6 +45,7 @@ class Device:
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
     l2_bytes: int = 0  # its cache, by which some kernels choose their tiles
     host_bytes_per_s: int = 12 * GIGA  # pinned; 80 % of PCI Express 3, 4, 5; measured on an H200 alone
+    nvlink_bytes_per_s: int = 0  # that a collective of one machine's GPUs reaches; 0: they have none
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
         """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.
@@ -60,6 +65,32 @@ class Architecture:
     blocks: int
     shared_bytes: int
     block_shared_bytes: int  # the most that one block may ask for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How fast GPUs of a job reach each other: assumed, nothing of it is measured here."""
+
+    gpu: Device
+    network_gbit_per_s: float = NETWORK_GBIT_PER_S  # that each GPU has to other machines
+
+    def gather_ns(self, nbytes: int, ranks: int, nodes: int) -> int:
+        """The time of an all-gather to, or a reduce-scatter of, so many bytes.
+
+        Counts: a ring through all ranks, by its slowest link, and a latency for each step. Ignores: what else is on the
+        links, how machines are wired, NCCL's other algorithms.
+        """
+        slowest = self.gpu.nvlink_bytes_per_s or self.gpu.host_bytes_per_s
+        if nodes > 1:  # a ring enters each machine once, by all of its network cards
+            slowest = min(slowest, int(self.network_gbit_per_s * GIGA / 8) * ranks // nodes)
+        step_ns = STEP_NS["NVLink" if self.gpu.nvlink_bytes_per_s else "PCI Express"]
+        latency_ns = BEGIN_NS + (ranks - nodes) * step_ns + (nodes - 1) * STEP_NS["network"]
+        return latency_ns + nbytes * (ranks - 1) * 10**9 // (ranks * slowest)
+
+    def __str__(self) -> str:
+        nvlink, pci = self.gpu.nvlink_bytes_per_s // GIGA, self.gpu.host_bytes_per_s // GIGA
+        within = f"NVLink {nvlink} GB/s" if nvlink else f"PCI Express {pci} GB/s"
+        return f"{within} within a machine, {self.network_gbit_per_s:g} Gbit/s of each GPU between machines"
 
 
 @cache
@@ -84,6 +115,7 @@ def devices() -> tuple[Device, ...]:
             multiprocessors=row.get("multiprocessors", 0),
             l2_bytes=row.get("l2_mib", 0) * MIB,
             host_bytes_per_s=row.get("host_gb_per_s", 12) * GIGA,
+            nvlink_bytes_per_s=row.get("nvlink_gb_per_s", 0) * GIGA,
         )
         for row in _table()["device"]
     )

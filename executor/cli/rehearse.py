@@ -15,8 +15,9 @@ import click
 from simulator.core.limits import check_budget
 from simulator.show.tables import table
 from traces.commands import Grouped, Output, OutputFile, answer_options, step_options
+from traces.devices import NETWORK_GBIT_PER_S, Links, device
 from traces.errors import OutOfMemoryProblem, SpecError
-from traces.units import show_bytes
+from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:
     from executor.rehearsed.budget import Found
@@ -71,6 +72,13 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
     help="Plan the model's blocks within this much of the GPU, as by nvidia-smi: a size, or a share of "
     "what it takes untouched (80%).",
 )
+@click.option(
+    "--network",
+    type=click.FloatRange(min=0, min_open=True),
+    default=NETWORK_GBIT_PER_S,
+    show_default=True,
+    help="Gbit/s that each GPU has to other machines; a plan's communication is reckoned by it.",
+)
 @click.option("-o", "--output", type=OutputFile(), help="Write that plan to this file, for `apply_plan`.")
 @step_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the batch.")
@@ -88,6 +96,7 @@ def rehearse(
     nodes: int | None,
     shard: str | None,
     budget: str | None,
+    network: float,
     output: Path | None,
     seed: int,
     out: Output,
@@ -143,7 +152,7 @@ def rehearse(
             raise SpecError(
                 f"--budget plans for one rank, without --plan and --snapshot, in {STEADY} iterations or more."
             )
-        _within_budget(budget, output, gpu, one, *jobs[0], out)
+        _within_budget(budget, Links(gpu=device(gpu), network_gbit_per_s=network), output, one, *jobs[0], out)
         return
     if output:
         raise SpecError("-o writes a plan, which --budget makes.")
@@ -170,19 +179,18 @@ def rehearse(
 
 
 def _within_budget(
-    budget: str, output: Path | None, gpu: str, run: Any, job: Job | None, number: int, out: Output
+    budget: str, links: Links, output: Path | None, run: Any, job: Job | None, number: int, out: Output
 ) -> None:
     """`execute rehearse --budget`: find a plan and write it."""
     from executor.rehearsed.budget import plan_within
     from tracer.rehearsal.run import LARGE_BYTES
-    from traces.devices import device
 
-    large = replace(device(gpu), memory_bytes=LARGE_BYTES)
+    large = replace(links.gpu, memory_bytes=LARGE_BYTES)
     check_budget(budget)
     one = partial(run, large)
     twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
     more = partial(one, job=twice, rank=number) if twice else None
-    found = plan_within(budget, partial(one, job=job, rank=number), more, out.say)
+    found = plan_within(budget, partial(one, job=job, rank=number), more, links, out.say)
     if output and found.plans:
         found.plans.save(output)
     out.show(found.to_json, lambda: _budget_in_words(found, output))
@@ -200,9 +208,15 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
     told = found.plans.predicted
     lines += [
         f"  budget {limit} of the GPU, as by nvidia-smi: kept by the plan",
-        f"  {told['blocks']} blocks by {len(found.plans.plans)} plans: +{told['added_percent']:.2f} % of their time by "
-        f"roofline, communication beside it; no plan within the budget adds less than {told['bound_percent']:.2f} %",
+        f"  {told['blocks']} blocks by {len(found.plans.plans)} plans: {told['added_percent']:+.2f} % of their time by "
+        f"roofline; no plan within the budget adds less than {told['bound_percent']:.2f} %",
     ]
+    if (links := told["communication"])["sharded_blocks"]:
+        again, exposed = links["gathered_again"], show_time(links["exposed_ns"])
+        lines += [
+            f"  {again} of {links['sharded_blocks']} sharded blocks reshard after forward",
+            f"  communication assumed: {links['assumed']}; {exposed} of gathering them again are not hidden",
+        ]
     for other in found.others:
         added = "" if other.added_percent is None else f", +{other.added_percent:.2f} %"
         estimated = "" if other.rehearsed else " (estimated)"

@@ -17,6 +17,7 @@ from simulator.planners.outcome import Infeasible, percent
 from simulator.prediction.ask import Answer, ask, question
 from tracer.rehearsal.peak import ACTIVATIONS, REST
 from tracer.rehearsal.record import Rehearsal
+from traces.devices import Links
 from traces.errors import BudgetError
 from traces.files import to_json
 from traces.records.plan import ALLOCATED, Action, BlockPlans
@@ -64,12 +65,14 @@ class Found:
         }
 
 
-def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[str], None]) -> Found:
+def plan_within(
+    budget: str, run: Run, more_ranks: Run | None, links: Links, say: Callable[[str], None]
+) -> Found:
     """Rehearse untouched, with the blocks recorded, and by plans, until one keeps the budget.
 
     The budget is of what nvidia-smi would show, in bytes, or a share of what it shows untouched. A plan that takes more
     or clearly less tells how far to tighten or loosen what it was made for. Raises BudgetError if no plan within the
-    budget was found, or none kept it when it was rehearsed.
+    budget was found, or none kept it when it was rehearsed. Communication takes the time of `links`.
     """
     say("Rehearsing it untouched ...")
     untouched = run()
@@ -80,7 +83,7 @@ def plan_within(budget: str, run: Run, more_ranks: Run | None, say: Callable[[st
     with TemporaryDirectory() as name:
         say("Rehearsing it with its blocks recorded ...")
         saved = run(around=(RECORD, name))
-        step = compose(Path(name))
+        step = compose(Path(name), links)
         found = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
     told = found[1].predicted
     others = [
@@ -107,9 +110,14 @@ def _rehearsed(
 ) -> tuple[Rehearsal, BlockPlans]:
     """The cheapest plan that kept the budget, and its rehearsal."""
     problem = Problem(step.trace)
-    before, beside = problem.saved.timeline, _beside(saved)
-    bound = bounder_of(problem).bound(max(1, limit - saved.outside_bytes))
-    whole = problem.replay(Action(storage=s) for s in problem.candidates).timeline  # every block checkpointed
+    before_ns, beside = problem.replay(step.script).timeline.step_time_ns, _beside(saved)
+    least_ns = problem.saved.timeline.step_time_ns  # with all gathered parameters kept
+    bound_ns = bounder_of(problem).bound(max(1, limit - saved.outside_bytes)).added_time_ns
+    kept = {g.storage for g in step.gathers}
+    of_blocks = (Action(storage=s) for s in problem.candidates if s not in kept)
+    whole = problem.replay((*of_blocks, *step.script)).timeline
+    # Of the blocks, with what is not hidden of their communication.
+    whole_ns = before_ns - sum(g.exposed_ns for g in step.gathers if g.storage >= 0)
     best: tuple[float, Rehearsal, BlockPlans] | None = None
     within, lowest, seen = limit - beside, saved.gpu_bytes, set[tuple[Action, ...]]()
     for _ in range(MOST_PLANS):
@@ -120,31 +128,43 @@ def _rehearsed(
             break
         actions, after = answer.found.plan.actions, answer.found.planned.timeline
         seen.add(actions)
-        added = percent(after.step_time_ns - before.step_time_ns, before.step_time_ns)
+        added = percent(after.step_time_ns - before_ns, whole_ns)
+        again = step.again(actions)
         needs = after.peak_allocated_bytes + beside
         predicted = {
             "budget_bytes": limit,
             "gpu_bytes": needs,
             "added_percent": round(added, 3),
-            "added_ns": after.step_time_ns - before.step_time_ns,
-            "bound_percent": bound.to_json()["overhead_percent"],
-            "every_block_percent": round(
-                percent(whole.step_time_ns - before.step_time_ns, before.step_time_ns), 3
-            ),
+            "added_ns": after.step_time_ns - before_ns,
+            "bound_percent": round(percent(least_ns + bound_ns - before_ns, whole_ns), 3),
+            "every_block_percent": round(percent(whole.step_time_ns - before_ns, whole_ns), 3),
             "every_block_bytes": whole.peak_allocated_bytes + beside,
             "blocks": len(step.placed),
             "alloc_conf": saved.environment["alloc_conf"],
+            "communication": {
+                "assumed": str(step.links),
+                "sharded_blocks": len(step.gathers),
+                "gathered_again": len(again),
+                "exposed_ns": sum(g.exposed_ns for g in again.values()),
+            },
         }
         plans = BlockPlans(
-            model=saved.model, plans=step.plans(actions, answer.found.plan.planner), predicted=predicted
+            model=saved.model,
+            plans=step.plans(actions, answer.found.plan.planner),
+            reshard_after_forward={
+                g.block: g.block in again
+                for g in step.gathers
+                if g.storage >= 0 and g.reshards != (g.block in again)
+            },
+            predicted=predicted,
         )
         plans.save(file)
-        say(f"Rehearsing a plan for {show_bytes(needs)}, +{added:.1f} % ...")
+        say(f"Rehearsing a plan for {show_bytes(needs)}, {added:+.1f} % ...")
         planned = run(around=(PLANNED, str(file)))
         lowest, over = min(lowest, planned.gpu_bytes), planned.gpu_bytes - limit
         if over <= 0 and (best is None or added < best[0]):
             best = added, planned, plans
-        if -CLOSE * limit <= over <= 0 or (over < 0 and not added):
+        if -CLOSE * limit <= over <= 0 or (over < 0 and after.step_time_ns == least_ns):
             break
         within = after.peak_allocated_bytes - over
     if best is None:

@@ -4,6 +4,11 @@ Counts: of each block the values that its own graph makes; in each stretch of th
 block's backward, the rest) what the rehearsal showed beside them, as one value: what blocks are given, shards, their
 optimizer states, gathered parameters, buffers of reductions, gradients, logits, workspaces. Ignores: how these would
 change with a plan, as where that alone reads what a block is given; the time of all but the blocks.
+
+The gathered parameters of a block that `fully_shard` shards are a value by itself from behind its forward until they
+are taken: as torch prefetches one block, when backward of the block behind it begins. To gather them again is to
+recompute it. Counts: the time that nothing hides: what the links take for it and for what is reduced meanwhile, beyond
+the backward of the block behind. Ignores: that recomputation there hides more, and what else is on the links.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Any, Final
 from executor.rehearsed.record import BACKWARD, FORWARD, STEP
 from simulator.core.problem import Problem
 from simulator.planners.outcome import finish
+from traces.devices import Links
 from traces.errors import SpecError
 from traces.files import read_json
 from traces.records import store
@@ -36,7 +42,7 @@ from traces.records.trace import (
 )
 from traces.records.trace import FORWARD as FORWARD_PHASE
 
-BESIDE: Final = "beside"  # the target of the op that makes what lies beside the blocks
+BESIDE: Final = "beside"  # the target of ops that stand for what is no block's
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,18 @@ class Stretch:
     what: str  # begins: FORWARD, LOSS, BACKWARD or REST
     block: str
     peak_bytes: int
+    reduced_bytes: int = 0  # over the ranks, by what is called meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The whole parameters of a block that `fully_shard` shards."""
+
+    block: str
+    nbytes: int
+    reshards: bool | None  # whether they go after forward, as the script has it; None: to fewer ranks
+    exposed_ns: int  # what it adds to gather them again
+    storage: int  # of the composed step, if a plan decides that; else -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +84,28 @@ class Composed:
     trace: Trace
     graphs: tuple[Trace, ...]
     placed: tuple[Placed, ...]
+    gathers: tuple[Gather, ...]
+    links: Links
+
+    @property
+    def script(self) -> tuple[Action, ...]:
+        """What the script gathers again, as a plan would."""
+        return tuple(Action(storage=g.storage) for g in self.gathers if g.storage >= 0 and g.reshards)
+
+    def again(self, actions: Iterable[Action]) -> dict[str, Gather]:
+        """What is gathered again by a plan's actions, or as the script has it, by block."""
+        chosen = {a.storage for a in actions} | {-1}
+        return {
+            g.block: g
+            for g in self.gathers
+            if g.storage in chosen and (g.storage >= 0 or g.reshards is not False)
+        }
 
     def plans(self, actions: Iterable[Action], planner: str) -> tuple[BlockPlan, ...]:
         """Cut a plan's actions into plans for the blocks; alike blocks with alike actions share one."""
         of: dict[Placed, list[Action]] = {p: [] for p in self.placed}
         starts = sorted(self.placed, key=lambda p: p.storage)
-        for a in actions:
+        for a in (a for a in actions if a.storage >= starts[0].storage):
             of[max((p for p in starts if p.storage <= a.storage), key=lambda p: p.storage)].append(a)
         shared: dict[tuple[int, tuple[Action, ...]], list[str]] = {}
         for p, mine in of.items():
@@ -102,8 +136,8 @@ class Composed:
         )
 
 
-def compose(folder: Path) -> Composed:
-    """The step that was recorded in a folder (`record.recording`).
+def compose(folder: Path, links: Links) -> Composed:
+    """The step that was recorded in a folder (`record.recording`), where communication takes the time of such links.
 
     Raises:
         SpecError: blocks run forward after others ran backward, or backward reaches none.
@@ -120,38 +154,74 @@ def compose(folder: Path) -> Composed:
         )
     number = {g: k for k, g in enumerate(sorted({used[b] for b in blocks}))}
     graphs = tuple(store.load(folder / str(g)) for g in number)
-    composing = _Composing(stretches, {b: graphs[number[used[b]]] for b in blocks})
-    peaks = Problem(composing.step([0] * len(stretches))).saved.timeline.peak_bytes
+    of = {b: graphs[number[used[b]]] for b in blocks}
+    gathers = tuple(_gathers(told["gathers"], stretches, of, links))
+    composing = _Composing(stretches, of, {g.block: g for g in gathers if g.storage >= 0})
+    placed = tuple(Placed(block=b, graph=number[used[b]], **composing.starts[b]) for b in blocks)
+    step = Composed(trace=composing.step(), graphs=graphs, placed=placed, gathers=gathers, links=links)
+    found = Problem(step.trace).replay(step.script).timeline
+    peaks = [n for n, again in zip(found.peak_bytes, found.recompute, strict=True) if not again]
     inside = [max(peaks[a:b]) for a, b in composing.ranges]
     beside = [max(0, s.peak_bytes - n) for s, n in zip(stretches, inside, strict=True)]
-    placed = tuple(Placed(block=b, graph=number[used[b]], **composing.starts[b]) for b in blocks)
-    return Composed(trace=composing.step(beside), graphs=graphs, placed=placed)
+    storages = step.trace.storages
+    nbytes = (*beside, *storages.nbytes[len(beside) :])
+    return replace(step, trace=replace(step.trace, storages=replace(storages, nbytes=nbytes)))
+
+
+def _gathers(
+    told: Mapping[str, Any], stretches: Sequence[Stretch], graphs: Mapping[str, Trace], links: Links
+) -> Iterator[Gather]:
+    storage = len(stretches)
+    for k, s in enumerate(stretches):
+        if s.what != BACKWARD or s.block not in told or s.block not in graphs:
+            continue
+        nbytes, reshards, *ranks = told[s.block]
+        behind = graphs.get(stretches[k - 1].block) if stretches[k - 1].what == BACKWARD else None
+        hidden_ns = sum(behind.ops.time_ns[behind.meta.forward_ops :]) if behind else 0
+        reduced_bytes = stretches[k - 2].reduced_bytes
+        reduce_ns = links.gather_ns(reduced_bytes, *ranks) if reduced_bytes else 0
+        both_ns = reduce_ns + links.gather_ns(nbytes, *ranks)
+        exposed_ns = max(hidden_ns, both_ns) - max(hidden_ns, reduce_ns)
+        # Of the last block they are taken at once.
+        decides = reshards is not None and (exposed_ns or not reshards) and stretches[k - 2].block != s.block
+        yield Gather(s.block, nbytes, reshards, exposed_ns, storage if decides else -1)
+        storage += bool(decides)
 
 
 class _Composing:
     """The tables of the composed step: in each stretch an op that makes what lies beside, then those of the block.
+    Before them, one that gathers the parameters of the block before it, or takes those of the block behind it.
 
-    Storages: what lies beside, of each stretch; then those of the blocks.
+    Storages: what lies beside, of each stretch; then gathered parameters; then those of the blocks.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], graphs: Mapping[str, Trace]) -> None:
-        self._stretches, self._graphs = stretches, graphs
-        sizes = accumulate((len(g.storages) for g in graphs.values()), initial=len(stretches))
+    def __init__(
+        self, stretches: Sequence[Stretch], graphs: Mapping[str, Trace], gathers: Mapping[str, Gather]
+    ) -> None:
+        self._graphs, self._gathers = graphs, gathers
+        initial = len(stretches) + len(gathers)
+        sizes = accumulate((len(g.storages) for g in graphs.values()), initial=initial)
         self.starts = {b: {"storage": n} for b, n in zip(graphs, sizes, strict=False)}
         self.ranges: list[tuple[int, int]] = []
         rows: list[dict[str, Any]] = []
+        made = dict.fromkeys(gathers, -1)
         phase = FORWARD_PHASE
         for k, s in enumerate(stretches):
             phase = BACKWARD_PHASE if s.what == BACKWARD else phase
+            before, after = stretches[k - 1], stretches[(k + 1) % len(stretches)]
+            if before.what == FORWARD and (g := gathers.get(before.block)):
+                made[g.block] = len(rows)
+                rows.append(_row(f"gather {g.block}", phase, time_ns=g.exposed_ns, writes=(g.storage,)))
+            if after.what == BACKWARD and (g := gathers.get(after.block)):
+                rows.append(_row(f"take {g.block}", phase, inputs=(made[g.block],), reads=(g.storage,)))
             at = len(rows)
             block = s.block if s.what in (FORWARD, BACKWARD) and s.block in graphs else ""
-            rows.append(_beside(k, s, phase))
+            rows.append(_row(f"beside {s.what} {s.block}".strip(), phase, flags=EAGER, writes=(k,)))
             if block:
                 rows += self._ops(block, s.what, at + 1)
             self.ranges.append((at, len(rows)))
-        self._first = next(
-            at for (at, _), s in zip(self.ranges, stretches, strict=True) if s.what == BACKWARD
-        )
+        self._producers = [*(at for at, _ in self.ranges), *made.values()]
+        self._first = next(at for at, row in enumerate(rows) if row["phase"] == BACKWARD_PHASE)
         self._ops_table = Ops(**{f.name: tuple(row[f.name] for row in rows) for f in fields(Ops)})
 
     def _op(self, block: str, op: int) -> int:
@@ -176,15 +246,15 @@ class _Composing:
                 "module": f"{block}.{row['module']}".rstrip("."),
             }
 
-    def step(self, beside: Sequence[int]) -> Trace:
-        """The step with so many bytes beside the blocks in each stretch."""
-        n = len(beside)
+    def step(self) -> Trace:
+        """The step with nothing beside the blocks."""
+        n = len(self._producers)
         table: dict[str, list[Any]] = {
-            "name": [_beside(k, s, "")["name"] for k, s in enumerate(self._stretches)],
-            "nbytes": [*beside],
+            "name": [self._ops_table.name[op] for op in self._producers],
+            "nbytes": [*(0 for _ in self.ranges), *(g.nbytes for g in self._gathers.values())],
             "category": [OTHER] * n,
-            "producer": [at for at, _ in self.ranges],
-            "hold": [end - 1 for _, end in self.ranges],
+            "producer": [*self._producers],
+            "hold": [*(end - 1 for _, end in self.ranges), *(-1 for _ in self._gathers)],
             "dtype": ["uint8"] * n,
             "shape": [()] * n,
         }
@@ -215,18 +285,13 @@ class _Composing:
         return store.validate(Trace(meta=meta, ops=ops, storages=Storages(**columns)))
 
 
-def _beside(k: int, s: Stretch, phase: str) -> dict[str, Any]:
-    """The op that makes what lies beside in the stretch of that number."""
+def _row(name: str, phase: str, **given: Any) -> dict[str, Any]:
+    """An op that stands for what is no block's."""
     row: dict[str, Any] = dict.fromkeys((f.name for f in fields(Ops)), ())
     row |= dict.fromkeys(("time_ns", "flops", "bytes_moved"), 0) | {
         "module": "",
         "arguments": "",
         "overwrites": -1,
+        "flags": 0,
     }
-    return row | {
-        "name": f"beside {s.what} {s.block}".strip(),
-        "target": BESIDE,
-        "phase": phase,
-        "flags": EAGER,
-        "writes": (k,),
-    }
+    return row | {"name": name, "target": BESIDE, "phase": phase} | given

@@ -1,17 +1,21 @@
 """In a rehearsal's process: record the blocks of a model while they train with everything saved, or apply their plans.
 The model is the first whose call trains and that has blocks (`blocks_of`). Where in the step each block runs is marked,
 with the highest point of memory between two marks: what lies beside the blocks is measured so, and nowhere restated.
+So are parameters that are gathered for a block, whether they stay after its forward, and the bytes that are reduced.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -21,7 +25,7 @@ from executor.graphs.graph import Graph
 from executor.training.module import STATE, apply_plan, install, trains
 from executor.training.wrapped import blocks_of, inside
 from tracer.record.program import Program
-from tracer.torch_api import current_graph_task, is_traceable_wrapper_subclass, pytree
+from tracer.torch_api import current_graph_task, is_traceable_wrapper_subclass, pytree, replaced
 from traces.errors import SpecError
 from traces.files import canonical_json, write_text
 from traces.records import store
@@ -30,6 +34,7 @@ from traces.records.trace import Trace
 
 STEP: Final = "step.json"
 FORWARD, LOSS, BACKWARD, REST = "forward", "loss", "backward", "rest"  # what begins at a mark
+REDUCE: Final = ("reduce_scatter_single", "reduce_scatter_tensor")  # as versions of torch name it
 
 
 @contextmanager
@@ -62,8 +67,10 @@ def recording(folder: str) -> Iterator[None]:
     recorder = Recorder()
     with _at_first_call(recorder.watch):
         hook = register_optimizer_step_pre_hook(lambda *_: recorder.mark(REST))
+        reduce = {k: partial(recorder.reduce, getattr(dist, k)) for k in REDUCE if hasattr(dist, k)}
         try:
-            yield
+            with replaced(dist, **reduce):
+                yield
         finally:
             hook.remove()
     recorder.save(Path(folder))
@@ -94,12 +101,19 @@ class Recorder:
     def __init__(self) -> None:
         self._compiler = _Saving()
         self._graphs: dict[str, int] = {}  # of the blocks in the order of their calls; -1: it ran as none
-        # What begins, of which block, and the peak until the next, in bytes.
+        # What begins, of which block; until the next: the peak, and what is reduced, in bytes.
         self._marks: list[list[Any]] = []
+        # Of blocks under fully_shard: the names of parameters in shards, and the ranks that hold these.
+        self._sharded: dict[str, tuple[list[str], set[int]]] = {}
+        # The bytes of these once gathered, whether they reshard after forward, from how many ranks and machines.
+        self._gathers: dict[str, list[Any]] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Record the calls of its blocks from now on."""
         for path, block in blocks_of(inside(model)).items():
+            shards = [name for name, p in block.named_parameters() if len(_holders(p)) > 1]
+            if shards and hasattr(block, "set_reshard_after_forward"):
+                self._sharded[path] = shards, _holders(block.get_parameter(shards[0]))
             install(block, self._compiler)
             block.register_forward_pre_hook(
                 lambda m, args, kwargs, path=path: self._begin(path, m, args, kwargs), with_kwargs=True
@@ -111,7 +125,13 @@ class Recorder:
         if self._marks:
             self._marks[-1][2] = int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
         torch.cuda.reset_peak_memory_stats()
-        self._marks.append([what, path, 0])
+        self._marks.append([what, path, 0, 0])
+
+    def reduce(self, reduce: Callable[..., Any], output: Any, input: Any, **given: Any) -> Any:
+        """Call a reduce-scatter of torch's, and count its input."""
+        if self._marks:
+            self._marks[-1][3] += input.nbytes
+        return reduce(output, input, **given)
 
     def _begin(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         if not trains(block):
@@ -127,9 +147,11 @@ class Recorder:
                 "data-parallel ranks; rehearse without --budget."
             )
         if not self._graphs or path in self._graphs:
-            self._graphs, self._marks = {}, []
+            self._graphs, self._marks, self._gathers = {}, [], {}
             _on_gradient((args, kwargs), lambda: self.mark(REST))
         self.mark(FORWARD, path)
+        for name in self._sharded.get(path, ([],))[0]:
+            self._gathers.setdefault(path, [0])[0] += block.get_parameter(name).untyped_storage().nbytes()
         self._before = self._steps()
 
     def _end(self, path: str, block: nn.Module, made: Any) -> None:
@@ -141,6 +163,11 @@ class Recorder:
             if now > was
         ]
         self._graphs[path] = served[0] if served else -1
+        if path in self._gathers:
+            names, ranks = self._sharded[path]
+            held = _holders(block.get_parameter(names[0]))
+            nodes = {rank // int(os.environ["LOCAL_WORLD_SIZE"]) for rank in ranks}
+            self._gathers[path] += [(held == ranks or None) if held else False, len(ranks), len(nodes)]
         _on_gradient(made, lambda: self.mark(BACKWARD, path))
         self.mark(LOSS)
 
@@ -157,8 +184,17 @@ class Recorder:
         self.mark(REST)
         for k, trace in enumerate(self._compiler.traces):
             store.save(trace, folder / str(k))
-        told = {"graphs": list(self._graphs.items()), "marks": self._marks[:-1]}
+        told = {
+            "graphs": list(self._graphs.items()), "marks": self._marks[:-1], "gathers": self._gathers,
+        }  # fmt: skip
         write_text(folder / STEP, canonical_json(told))
+
+
+def _holders(parameter: nn.Parameter) -> set[int]:
+    """The ranks of which each holds a shard of a parameter; none if it is whole."""
+    placed: Any = parameter
+    dims = [k for k, placement in enumerate(getattr(placed, "placements", ())) if placement.is_shard()]
+    return {rank for k in dims for rank in dist.get_process_group_ranks(placed.device_mesh.get_group(k))}
 
 
 def _on_gradient(values: Any, do: Callable[[], None]) -> None:

@@ -61,6 +61,7 @@ class Planned:
         self.planned = self.entered = 0
         self.removed = False
         self.off = 0  # how many `with unplanned(...)` are open
+        self.reshards: bool | None = None  # under fully_shard, after forward; None: as the script has it
         self.without: Counter[str] = Counter()  # training calls without a plan, by the reason
         self.__signature__ = inspect.signature(module.forward)
         self._take(compiler)
@@ -77,12 +78,19 @@ class Planned:
     def remove(self) -> None:
         """Leave the module as it was, but for a forward that came later."""
         mine, self.removed = vars(self.module), True
+        self._reshard(False)
         if mine.get("forward") is self:
             del mine["forward"]
         if self.own is not None:
             mine.setdefault("forward", self.own)
         for name in (STATE, COMPILED, "receipt"):
             mine.pop(name, None)
+
+    def _reshard(self, by_plan: bool) -> None:
+        """Let the module reshard after forward by the plan, or as the rehearsed script did; before `fully_shard` there
+        is nothing to be done."""
+        if self.reshards is not None and hasattr(self.module, "set_reshard_after_forward"):
+            self.module.set_reshard_after_forward(self.reshards == by_plan, recurse=False)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -107,13 +115,14 @@ class Planned:
 
     def __getstate__(self) -> tuple[Any, ...]:
         c = self.compiler
-        return (self.module, self.own, self.first, c.plan, c.budget, c.on_mismatch, c.parts, c.around_bytes)
+        settings = (c.plan, c.budget, c.on_mismatch, c.parts, c.around_bytes)
+        return (self.module, self.own, self.first, self.reshards, *settings)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        module, own, first, plan, budget, on_mismatch, parts, around = state
+        module, own, first, reshards, plan, budget, on_mismatch, parts, around = state
         settings: dict[str, Any] = {"on_mismatch": on_mismatch, "parts": parts, "around_bytes": around}
         Planned.__init__(self, module, Compiler(plan=plan, budget=budget, **settings))
-        self.own, self.first = own, first
+        self.own, self.first, self.reshards = own, first, reshards
         vars(module)[COMPILED] = self.watched  # which nn.Module leaves out of its own state
 
     # Calls
@@ -172,6 +181,7 @@ class Planned:
         forward = self._written()
         if not trains(module) or is_fake() or torch.jit.is_tracing():
             return forward(*args, **kwargs)
+        self._reshard(not self.off)
         if self.off or not _differentiates(module, args, kwargs):
             self._count(UNPLANNED if self.off else NO_GRADIENT)
             return forward(*args, **kwargs)
@@ -333,6 +343,7 @@ def apply_plan(
         compiler = compiler_of(each.plan, root, on_mismatch, parts)
         for path in each.blocks:
             install(modules[path], compiler)
+            vars(modules[path])[STATE].reshards = plan.reshard_after_forward.get(path)
     vars(root)["receipt"] = functools.partial(receipt_in, root)
     return model
 
@@ -402,8 +413,8 @@ def _check_parameters(model: nn.Module, plan: Plan) -> None:
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
-    """Return the same object without the plan, as are the planned modules inside it. Raises PlanError if there is no
-    plan in it.
+    """Return the same object without the plan, as are the planned modules inside it; sharded blocks reshard again as in
+    the script that was rehearsed. Raises PlanError if there is no plan in it.
     """
     for planned in planned_in(model):
         planned.remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracer.costs.roofline import op_time_ns, uses_tf32
-from traces.devices import Device, board_of, device, devices
+from traces.devices import Device, Links, board_of, device, devices
 from traces.errors import SpecError
 
 # 1 TFLOP/s and 1 GB/s, so that every figure below can be read off.
@@ -104,3 +104,16 @@ def test_the_table_is_plausible(entry: Device) -> None:
 )
 def test_boards_by_the_driver_s_name(name: str, board: str) -> None:
     assert board_of(name) == board
+
+
+def test_a_gather_takes_its_slowest_link_and_a_latency_a_step() -> None:
+    h100 = Links(gpu=device("h100"))
+    # 7 of 8 parts of 800 MB at 360 GB/s, seven steps by NVLink.
+    assert h100.gather_ns(8 * 10**8, 8, 1) == 8_400 + 7 * 3_400 + 7 * 10**8 * 1000 // 360_000
+    # Two machines: eight cards of 50 GB/s are faster than NVLink; of 5 GB/s they are not.
+    assert h100.gather_ns(16 * 10**8, 16, 2) == 8_400 + 14 * 3_400 + 9_600 + 15 * 10**8 * 1000 // 360_000
+    slow = Links(gpu=device("h100"), network_gbit_per_s=40)
+    assert slow.gather_ns(16 * 10**8, 16, 2) == 8_400 + 14 * 3_400 + 9_600 + 15 * 10**8 // 40
+    assert Links(gpu=device("l4")).gather_ns(2 * 10**9, 2, 1) == 8_400 + 5_700 + 10**9 // 25
+    assert str(slow) == "NVLink 360 GB/s within a machine, 40 Gbit/s of each GPU between machines"
+    assert str(Links(gpu=device("l4"))).startswith("PCI Express 25 GB/s within a machine, 400 Gbit/s")

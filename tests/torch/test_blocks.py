@@ -19,8 +19,9 @@ from executor.training.wrapped import blocks_of
 from simulator.core.problem import Problem
 from tests import tiny
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded
+from traces.devices import Links, device
 from traces.errors import PlanError, SpecError
-from traces.records.plan import BlockPlan, BlockPlans, Plan, load_plan
+from traces.records.plan import Action, BlockPlan, BlockPlans, Plan, load_plan
 from traces.records.store import save
 
 
@@ -108,15 +109,50 @@ def test_plans_for_other_blocks_and_files_that_hold_none_are_refused(tmp_path: P
         load_plan(file)
 
 
-def test_blocks_that_run_once_each_are_composed_and_others_left_out_or_refused(tmp_path: Path) -> None:
+def composed_in(folder: Path, gathers: Any, *marks: str, gbit: float = 400, **graphs: int) -> Composed:
+    """The step with a mebibyte at each mark, of a tiny graph whose backward takes 4 ns."""
     of = tiny.chain(3)
-    save(replace(of, meta=replace(of.meta, forward_ops=4, first_backward_graph_op=4)), tmp_path / "0")
+    if not (folder / "0").exists():
+        save(replace(of, meta=replace(of.meta, forward_ops=4, first_backward_graph_op=4)), folder / "0")
+    told = [[*mark.split(), 1 << 20] if " " in mark else [mark, "", 1 << 20] for mark in marks]
+    text = json.dumps({"graphs": [*graphs.items()], "marks": told, "gathers": gathers})
+    (folder / STEP).write_text(text)
+    return compose(folder, Links(gpu=device("h100"), network_gbit_per_s=gbit))
 
+
+def test_gathered_parameters_stay_or_are_gathered_again_for_what_is_not_hidden(tmp_path: Path) -> None:
+    marks = [f"forward {b}" for b in "abc"] + ["loss"] + [f"backward {b}" for b in "cba"] + ["rest"]
+    graphs = dict.fromkeys("abc", 0)
+
+    def step(*reshards: bool | None) -> Composed:
+        told = {b: [1000, r, 8, 1] for b, r in zip("abc", reshards, strict=True)}
+        return composed_in(tmp_path, told, *marks, **graphs)
+
+    gather_ns = Links(gpu=device("h100")).gather_ns(1000, 8, 1)
+    backward_ns = sum(tiny.chain(3).ops.time_ns[4:])
+    for by_script in (False, True):
+        made = step(by_script, by_script, by_script)
+        a, b, c = (next(g for g in made.gathers if g.block == name) for name in "abc")
+        assert [g.exposed_ns for g in (a, b, c)] == [gather_ns - backward_ns] * 2 + [gather_ns]
+        assert c.storage < 0  # is taken as soon as its forward has ended
+        problem = Problem(made.trace)
+        assert {a.storage, b.storage} < {*problem.candidates}
+        # As recorded it takes what was measured, whatever that was.
+        assert problem.replay(made.script).timeline.peak_allocated_bytes == 1 << 20
+        kept, again = (problem.replay(x).timeline for x in ((), [Action(storage=g.storage) for g in (a, b)]))
+        assert again.step_time_ns - kept.step_time_ns == a.exposed_ns + b.exposed_ns
+        loss = made.trace.ops.name.index("beside loss")
+        assert kept.peak_bytes[kept.op.index(loss)] - again.peak_bytes[again.op.index(loss)] == 2000
+        assert made.again(()).keys() == ({"c"} if by_script else set())
+        assert made.again([Action(storage=b.storage)]).keys() == ({"b", "c"} if by_script else {"b"})
+        assert [p.plan.actions for p in made.plans([Action(storage=b.storage)], "search")] == [()]
+    # To fewer ranks: it stays as it is.
+    assert [g.storage for g in step(None, None, None).gathers] == [-1] * 3
+
+
+def test_blocks_that_run_once_each_are_composed_and_others_left_out_or_refused(tmp_path: Path) -> None:
     def composed(*marks: str, **graphs: int) -> Composed:
-        told = [[*mark.split(), 1 << 20] if " " in mark else [mark, "", 1 << 20] for mark in marks]
-        text = json.dumps({"graphs": [*graphs.items()], "marks": told})
-        (tmp_path / STEP).write_text(text)
-        return compose(tmp_path)
+        return composed_in(tmp_path, {}, *marks, **graphs)
 
     made = composed("forward a", "forward b", "loss", "backward b", "backward a", "rest", a=0, b=0)
     assert [p.block for p in made.placed] == ["a", "b"]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -165,13 +166,44 @@ def sharded_root(rank: int, plan: Plan) -> tuple[bool, list[str]]:
     return all(map(torch.equal, *found)), said
 
 
-def plan_of_block(*, within: bool = False) -> Plan:
+def resharded(
+    rank: int, by_script: bool, plans: BlockPlans | None, order: str
+) -> tuple[list[Any], list[Any]]:
+    """Two steps of blocks under `fully_shard` that reshard after forward as the script says, or the plans; losses and
+    gradients, and which blocks are in shards behind each forward, the last of them without plans again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, mesh = Blocks(), init_device_mesh("cpu", (2,))
+    if order == "before" and plans is not None:
+        apply_plan(model, plans)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=by_script)
+    fully_shard(model, mesh=mesh)
+    if order == "after" and plans is not None:
+        apply_plan(model, plans)
+    torch.manual_seed(7 + rank)
+    seen, shards = [], []
+    for k in range(3):
+        if k == 2 and plans is not None:
+            remove_plan(model)
+        x, y = batch(rank, k)
+        loss = functional.cross_entropy(model(x.requires_grad_()), y)
+        shards.append([hasattr(block.up.weight, "placements") for block in model.layers])
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.full_tensor().clone() for p in model.parameters())]
+        model.zero_grad()
+    return seen, shards
+
+
+def plan_of_block(*, within: bool = False, saved: bool = False) -> Plan:
     def make() -> Any:
         model = nn.Sequential(Block()) if within else Block()
         return model, (batch(0, 0)[0].requires_grad_(),), lambda y: y.pow(2).mean(), None
 
     trace = recorded(build_of(make)).trace
-    return plan_of(trace, *recompute_all(Problem(trace)))
+    return plan_of(trace, *(() if saved else recompute_all(Problem(trace))))
 
 
 class Blocks(nn.Module):
@@ -290,6 +322,24 @@ def worker(rank: int, port: int, ranks: int = 2) -> None:
     eager = sharded(rank, "shard", plan_b)
     for order_of in ("plan shard", "shard plan"):
         found[order_of] = all(map(torch.equal, eager, sharded(rank, order_of, plan_b)))
+    names = [f"layers.{k}" for k in range(4)]
+    of_blocks = BlockPlans(
+        model="train.py",
+        plans=(
+            BlockPlan(blocks=tuple(names[1:]), plan=plan_b),
+            BlockPlan(blocks=(names[0],), plan=plan_of_block(saved=True)),
+        ),
+    )
+    for by_script in (True, False):
+        eager, was = resharded(rank, by_script, None, "")
+        other = replace(of_blocks, reshard_after_forward=dict.fromkeys(names[::3], not by_script))
+        for order_of in ("before", "after"):
+            planned, now = resharded(rank, by_script, other, order_of)
+            mixed = [by_script ^ (k in (0, 3)) for k in range(4)]
+            equal = all(map(torch.equal, eager, planned))
+            found[f"reshards {by_script} {order_of}"] = (
+                equal and was == [[by_script] * 4] * 3 and now == [mixed, mixed, [by_script] * 4]
+            )
     found["root"] = sharded_root(rank, plan_of_block(within=True))
     dist.barrier()
     if rank == 0:
@@ -339,7 +389,10 @@ def test_ten_steps_of_two_processes_are_those_without_a_plan(found: dict[str, An
     assert found[row] is True
 
 
-@pytest.mark.parametrize("order_of", ["plan shard", "shard plan"])
+@pytest.mark.parametrize(
+    "order_of",
+    ["plan shard", "shard plan", *(f"reshards {s} {o}" for s in (True, False) for o in ("before", "after"))],
+)
 def test_blocks_under_fully_shard_train_as_without_plans(found: dict[str, Any], order_of: str) -> None:
     assert found[order_of] is True
 

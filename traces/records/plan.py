@@ -196,6 +196,8 @@ class BlockPlans(JsonRecord):
     )
     model: str  # the script or the model that was rehearsed
     plans: tuple[BlockPlan, ...]
+    # Of blocks that `fully_shard` shards, by path, in which the script does otherwise: whether they reshard.
+    reshard_after_forward: Mapping[str, bool] = field(default_factory=dict)
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
 
