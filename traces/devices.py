@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -55,16 +55,6 @@ class Device:
         if dtype == "float32" and tf32:
             return self.flops_per_s.get(TF32, self.flops_per_s["float32"])
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """The most that a multiprocessor of a compute capability can hold at once."""
-
-    threads: int
-    blocks: int
-    shared_bytes: int
-    block_shared_bytes: int  # the most that one block may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +136,12 @@ def board_of(name: str) -> str:
     return next((board for board in known if set(board.lower().split("-")) <= words), "")
 
 
-def architecture(gpu: Device) -> Architecture:
-    """Return what a multiprocessor of the device holds; SpecError if it is no GPU whose compute capability is known."""
+def architecture(gpu: Device) -> dict[str, Any]:
+    """What a multiprocessor of the device holds at most: `threads`, `blocks`, `shared_bytes`, `block_shared_bytes`.
+    Raises SpecError if it is no GPU whose compute capability is known."""
     for row in _table()["architecture"]:
         if tuple(row["sm"]) == gpu.sm:
-            return Architecture(**{f.name: row[f.name] for f in fields(Architecture)})
+            return row
     raise SpecError(f"{gpu.name} is no NVIDIA GPU of the device table; name one, such as h100.")
 
 

@@ -212,11 +212,10 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
         f"roofline; no plan within the budget adds less than {told['bound_percent']:.2f} %",
     ]
     if (links := told["communication"])["sharded_blocks"]:
-        again, exposed = links["gathered_again"], show_time(links["exposed_ns"])
-        lines += [
-            f"  {again} of {links['sharded_blocks']} sharded blocks reshard after forward",
-            f"  communication assumed: {links['assumed']}; {exposed} of gathering them again are not hidden",
-        ]
+        lines.append(
+            f"  communication assumed: {links['assumed']}; {links['gathered_again']} of {links['sharded_blocks']} "
+            f"sharded blocks reshard after forward, for {show_time(links['exposed_ns'])} that nothing hides"
+        )
     for other in found.others:
         added = "" if other.added_percent is None else f", +{other.added_percent:.2f} %"
         estimated = "" if other.rehearsed else " (estimated)"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from simulator.prediction.ask import Answer, ask, question
 from tracer.rehearsal.peak import ACTIVATIONS, REST
 from tracer.rehearsal.record import Rehearsal
 from traces.devices import Links
-from traces.errors import BudgetError
+from traces.errors import BudgetError, LowtideError
 from traces.files import to_json
 from traces.records.plan import ALLOCATED, Action, BlockPlans
 from traces.units import show_bytes
@@ -72,20 +73,32 @@ def plan_within(
 
     The budget is of what nvidia-smi would show, in bytes, or a share of what it shows untouched. A plan that takes more
     or clearly less tells how far to tighten or loosen what it was made for. Raises BudgetError if no plan within the
-    budget was found, or none kept it when it was rehearsed. Communication takes the time of `links`.
+    budget was found, or none kept it when it was rehearsed. Communication takes the time of `links`; a rank that keeps
+    the budget untouched gets a plan if that spares some of it.
     """
     say("Rehearsing it untouched ...")
     untouched = run()
     limit = parse_budget(budget, untouched.gpu_bytes)
     run = partial(run, alloc_conf=untouched.environment.get("alloc_conf") or SEGMENTS)
-    if untouched.gpu_bytes <= limit:
-        return Found(budget_bytes=limit, untouched=untouched)
-    with TemporaryDirectory() as name:
+    kept = Found(budget_bytes=limit, untouched=untouched)
+    fits = untouched.gpu_bytes <= limit
+    if fits and more_ranks is None:
+        return kept
+    with TemporaryDirectory() as name, suppress(LowtideError) if fits else nullcontext():
         say("Rehearsing it with its blocks recorded ...")
         saved = run(around=(RECORD, name))
         step = compose(Path(name), links)
-        found = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
-    told = found[1].predicted
+        if fits and not step.script:
+            return kept
+        planned, plans = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
+        told = plans.predicted
+        kept = (
+            kept
+            if fits and told["added_ns"] >= 0
+            else replace(kept, saved=saved, planned=planned, plans=plans)
+        )
+    if fits:
+        return kept
     others = [
         Other(what="every block checkpointed", gpu_bytes=told["every_block_bytes"],
               added_percent=told["every_block_percent"]),
@@ -95,14 +108,7 @@ def plan_within(
         say("Rehearsing it untouched on twice as many ranks ...")
         twice = more_ranks()
         others.append(Other(what=f"{twice.ranks} ranks, no plan", gpu_bytes=twice.gpu_bytes, rehearsed=True))
-    return Found(
-        budget_bytes=limit,
-        untouched=untouched,
-        saved=saved,
-        planned=found[0],
-        plans=found[1],
-        others=(*others,),
-    )
+    return replace(kept, others=(*others,))
 
 
 def _rehearsed(
@@ -139,7 +145,7 @@ def _rehearsed(
             "bound_percent": round(percent(least_ns + bound_ns - before_ns, whole_ns), 3),
             "every_block_percent": round(percent(whole.step_time_ns - before_ns, whole_ns), 3),
             "every_block_bytes": whole.peak_allocated_bytes + beside,
-            "blocks": len(step.placed),
+            "blocks": len(step.graphs),
             "alloc_conf": saved.environment["alloc_conf"],
             "communication": {
                 "assumed": str(step.links),

@@ -42,6 +42,7 @@ from traces.records.trace import (
 )
 from traces.records.trace import FORWARD as FORWARD_PHASE
 
+STORAGE: Final = "storage"
 BESIDE: Final = "beside"  # the target of ops that stand for what is no block's
 
 
@@ -67,23 +68,12 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Where the graph of a block is in the composed step: the ids there of its first rows."""
-
-    block: str
-    graph: int
-    forward: int
-    backward: int
-    storage: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
     """One rank's step, of the graphs of its blocks."""
 
     trace: Trace
-    graphs: tuple[Trace, ...]
-    placed: tuple[Placed, ...]
+    graphs: Mapping[str, Trace]  # of its blocks; those that are alike have the same one
+    starts: Mapping[str, Mapping[str, int]]  # and their first rows: FORWARD, BACKWARD and STORAGE
     gathers: tuple[Gather, ...]
     links: Links
 
@@ -101,38 +91,37 @@ class Composed:
             if g.storage in chosen and (g.storage >= 0 or g.reshards is not False)
         }
 
-    def plans(self, actions: Iterable[Action], planner: str) -> tuple[BlockPlan, ...]:
+    def plans(self, actions: Sequence[Action], planner: str) -> tuple[BlockPlan, ...]:
         """Cut a plan's actions into plans for the blocks; alike blocks with alike actions share one."""
-        of: dict[Placed, list[Action]] = {p: [] for p in self.placed}
-        starts = sorted(self.placed, key=lambda p: p.storage)
-        for a in (a for a in actions if a.storage >= starts[0].storage):
-            of[max((p for p in starts if p.storage <= a.storage), key=lambda p: p.storage)].append(a)
         shared: dict[tuple[int, tuple[Action, ...]], list[str]] = {}
-        for p, mine in of.items():
-            shared.setdefault((p.graph, self._own(p, mine)), []).append(p.block)
+        for block, graph in self.graphs.items():
+            shared.setdefault((id(graph), self._own(block, actions)), []).append(block)
         return tuple(
             BlockPlan(
                 blocks=tuple(blocks),
-                plan=replace(finish(Problem(self.graphs[g]), planner, MOST, own), budget_bytes=None).sealed(),
+                plan=replace(finish(problem, planner, MOST, own), budget_bytes=None).sealed(),
             )
-            for (g, own), blocks in shared.items()
+            for (_, own), blocks in shared.items()
+            if (problem := Problem(self.graphs[blocks[0]]))
         )
 
-    def _own(self, p: Placed, actions: Iterable[Action]) -> tuple[Action, ...]:
-        """The actions with the ids of the block's own graph. What goes in forward behind it, goes with its last op."""
-        first, whole = self.graphs[p.graph].meta.forward_ops, len(self.graphs[p.graph].ops)
+    def _own(self, block: str, actions: Iterable[Action]) -> tuple[Action, ...]:
+        """Its actions, with the ids of its own graph. What goes in forward behind it, goes with its last op."""
+        graph, at = self.graphs[block], self.starts[block]
+        first, whole = graph.meta.forward_ops, len(graph.ops)
 
         def own(op: int) -> int:
-            return first + op - p.backward if op >= p.backward else min(op - p.forward, first - 1)
+            return first + op - at[BACKWARD] if op >= at[BACKWARD] else min(op - at[FORWARD], first - 1)
 
         return tuple(
             Action(
-                storage=a.storage - p.storage,
+                storage=a.storage - at[STORAGE],
                 recipe=a.recipe,
                 retain=a.retain,
                 evict_after=tuple(sorted({n for op in a.evict_after if (n := own(op)) < whole})),
             )
             for a in actions
+            if at[STORAGE] <= a.storage < at[STORAGE] + len(graph.storages)
         )
 
 
@@ -152,13 +141,13 @@ def compose(folder: Path, links: Links) -> Composed:
             "the blocks cannot be planned together: "
             + ("some run forward after others ran backward." if blocks else "backward reaches none of them.")
         )
-    number = {g: k for k, g in enumerate(sorted({used[b] for b in blocks}))}
-    graphs = tuple(store.load(folder / str(g)) for g in number)
-    of = {b: graphs[number[used[b]]] for b in blocks}
-    gathers = tuple(_gathers(told["gathers"], stretches, of, links))
-    composing = _Composing(stretches, of, {g.block: g for g in gathers if g.storage >= 0})
-    placed = tuple(Placed(block=b, graph=number[used[b]], **composing.starts[b]) for b in blocks)
-    step = Composed(trace=composing.step(), graphs=graphs, placed=placed, gathers=gathers, links=links)
+    loaded = {g: store.load(folder / str(g)) for g in {used[b] for b in blocks}}
+    graphs = {b: loaded[used[b]] for b in blocks}
+    gathers = tuple(_gathers(told["gathers"], stretches, graphs, links))
+    composing = _Composing(stretches, graphs, {g.block: g for g in gathers if g.storage >= 0})
+    step = Composed(
+        trace=composing.step(), graphs=graphs, starts=composing.starts, gathers=gathers, links=links
+    )
     found = Problem(step.trace).replay(step.script).timeline
     peaks = [n for n, again in zip(found.peak_bytes, found.recompute, strict=True) if not again]
     inside = [max(peaks[a:b]) for a, b in composing.ranges]
@@ -201,7 +190,7 @@ class _Composing:
         self._graphs, self._gathers = graphs, gathers
         initial = len(stretches) + len(gathers)
         sizes = accumulate((len(g.storages) for g in graphs.values()), initial=initial)
-        self.starts = {b: {"storage": n} for b, n in zip(graphs, sizes, strict=False)}
+        self.starts = {b: {STORAGE: n} for b, n in zip(graphs, sizes, strict=False)}
         self.ranges: list[tuple[int, int]] = []
         rows: list[dict[str, Any]] = []
         made = dict.fromkeys(gathers, -1)
@@ -230,7 +219,7 @@ class _Composing:
 
     def _ops(self, block: str, what: str, at: int) -> Iterator[dict[str, Any]]:
         graph, self.starts[block][what] = self._graphs[block], at
-        base = self.starts[block]["storage"]
+        base = self.starts[block][STORAGE]
         first = graph.meta.forward_ops
         outputs = {s for s, hold in enumerate(graph.storages.hold) if hold == first - 1}
         for i in range(first) if what == FORWARD else range(first, len(graph.ops)):

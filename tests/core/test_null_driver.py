@@ -135,7 +135,7 @@ def test_a_driver_is_found_again_by_the_very_text_that_is_compiled(
 def test_every_gpu_of_the_table_can_be_rehearsed() -> None:
     for gpu in devices():
         if gpu.kind == "cuda":
-            assert architecture(gpu).threads >= 1024
+            assert architecture(gpu)["threads"] >= 1024
             assert gpu.l2_bytes
     with pytest.raises(SpecError, match="no NVIDIA GPU"):
         architecture(device("cpu"))

@@ -155,12 +155,12 @@ def test_blocks_that_run_once_each_are_composed_and_others_left_out_or_refused(t
         return composed_in(tmp_path, {}, *marks, **graphs)
 
     made = composed("forward a", "forward b", "loss", "backward b", "backward a", "rest", a=0, b=0)
-    assert [p.block for p in made.placed] == ["a", "b"]
+    assert [*made.graphs] == ["a", "b"]
     assert Problem(made.trace).saved.timeline.peak_allocated_bytes == 1 << 20
     # One that runs twice, as no graph, or whose backward never comes, is left to what lies beside.
     more = ("forward c", "forward c", "forward d", "forward e", "loss", "backward c", "backward e")
     made = composed("forward a", *more, "backward a", a=0, c=0, d=0, e=-1)
-    assert [p.block for p in made.placed] == ["a"]
+    assert [*made.graphs] == ["a"]
     with pytest.raises(SpecError, match="backward reaches none"):
         composed("forward a", "loss", a=0)
     with pytest.raises(SpecError, match="forward after others ran backward"):
