@@ -116,7 +116,9 @@ def _rehearsed(
 ) -> tuple[Rehearsal, BlockPlans]:
     """The cheapest plan that kept the budget, and its rehearsal."""
     problem = Problem(step.trace)
-    before_ns, beside = problem.replay(step.script).timeline.step_time_ns, _beside(saved)
+    before_ns = problem.replay(step.script).timeline.step_time_ns
+    # What lies outside of torch, and what it reserves beyond what is asked of it.
+    beside = saved.gpu_bytes - saved.steady.requested_bytes
     least_ns = problem.saved.timeline.step_time_ns  # with all gathered parameters kept
     bound_ns = bounder_of(problem).bound(max(1, limit - saved.outside_bytes)).added_time_ns
     kept = {g.storage for g in step.gathers}
@@ -194,11 +196,6 @@ def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> Budge
         "micro-batch: half of it would take about "
         f"{show_bytes(_half_the_batch(saved))} without a plan."
     )
-
-
-def _beside(saved: Rehearsal) -> int:
-    """What lies outside of torch, and what it reserves beyond what is asked of it."""
-    return saved.gpu_bytes - saved.steady.requested_bytes
 
 
 def _half_the_batch(saved: Rehearsal) -> int:

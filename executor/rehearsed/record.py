@@ -157,12 +157,8 @@ class Recorder:
     def _end(self, path: str, block: nn.Module, made: Any) -> None:
         if not trains(block):
             return
-        served = [
-            k
-            for k, (was, now) in enumerate(zip_longest(self._before, self._steps(), fillvalue=0))
-            if now > was
-        ]
-        self._graphs[path] = served[0] if served else -1
+        steps = zip_longest(self._before, self._steps(), fillvalue=0)
+        self._graphs[path] = next((k for k, (was, now) in enumerate(steps) if now > was), -1)
         if path in self._gathers:
             names, ranks = self._sharded[path]
             held = _holders(block.get_parameter(names[0]))
@@ -184,9 +180,7 @@ class Recorder:
         self.mark(REST)
         for k, trace in enumerate(self._compiler.traces):
             store.save(trace, folder / str(k))
-        told = {
-            "graphs": list(self._graphs.items()), "marks": self._marks[:-1], "gathers": self._gathers,
-        }  # fmt: skip
+        told = {"graphs": [*self._graphs.items()], "marks": self._marks[:-1], "gathers": self._gathers}
         write_text(folder / STEP, canonical_json(told))
 
 

@@ -73,7 +73,14 @@ class Planned:
         """Let the module's calls come here."""
         mine = vars(self.module)
         self.own = mine.pop("forward", None)
-        mine.update({STATE: self, "forward": self, COMPILED: self.watched, "receipt": self.receipt})
+        mine.update(
+            {
+                STATE: self,
+                "forward": self,
+                COMPILED: self.watched,
+                "receipt": functools.partial(receipt_in, self.module),
+            }
+        )
 
     def remove(self) -> None:
         """Leave the module as it was, but for a forward that came later."""
@@ -275,10 +282,6 @@ class Planned:
     def _warn(self, what: str) -> None:
         """Say of a refusal what is done instead."""
         warnings.warn(f"a training call runs {what.replace(HINT, '.')}", stacklevel=_callers_level())
-
-    def receipt(self) -> Receipt:
-        """Return what was done so far."""
-        return receipt_in(self.module)
 
 
 def trains(module: nn.Module) -> bool:

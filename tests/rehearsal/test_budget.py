@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from executor.cli.main import execute
+from executor.rehearsed.budget import RECORD
+from executor.rehearsed.record import STEP
 from tests.rehearsal.test_rehearsal import script
 from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.run import rehearse
@@ -168,3 +170,46 @@ def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
         execute, ["rehearse", program, "--gpu", "h100", "-o", str(tmp_path / "plan.json")]
     )
     assert "which --budget makes" in done.output
+
+
+def of_rank(folder: Path, reshard: bool | int, shape: str) -> str:
+    return script(folder, RANK.replace("MODEL", f"fsdp2(reshard={reshard})").replace("16, 512", shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reshard", "shape", "budget", "words"),
+    [(False, "2, 256", "98%", ()), (True, "8, 256", "3GiB", ("--nodes", "2", "--network", "50"))],
+)
+def test_gathered_parameters_go_where_memory_is_short_and_stay_where_the_network_is_slow(
+    tmp_path: Path, reshard: bool, shape: str, budget: str, words: tuple[str, ...]
+) -> None:
+    file = tmp_path / "plan.json"
+    program = of_rank(tmp_path, reshard, shape)
+    found = answer_of(plan_for(program, budget, "--ranks", "8", *words, "-o", str(file)))
+    saved, planned = (found["rehearsals"][name] for name in ("saved", "plan"))
+    told, changed = found["predicted"], BlockPlans.load(file).reshard_after_forward
+    assert planned["gpu_bytes"] <= found["budget_bytes"]
+    assert changed
+    assert {*changed.values()} == {not reshard}
+    assert told["communication"]["sharded_blocks"] == LAYERS
+    assert told["communication"]["gathered_again"] == (LAYERS - len(changed) if reshard else len(changed))
+    assert told["communication"]["assumed"].startswith("NVLink 360 GB/s within a machine, ")
+    # To the byte, since hardly anything else is changed.
+    beside = saved["gpu_bytes"] - saved["steady"]["requested_bytes"]
+    assert abs(told["gpu_bytes"] - beside - planned["steady"]["requested_bytes"]) < 1 << 20
+    if reshard:  # it fits untouched, and gains by what it keeps
+        assert told["added_ns"] < 0
+        assert len(changed) == LAYERS - 1
+        assert found["rehearsals"]["untouched"]["gpu_bytes"] < planned["gpu_bytes"]
+
+
+@pytest.mark.slow
+def test_parameters_that_stay_on_fewer_ranks_are_seen_as_such(tmp_path: Path) -> None:
+    program = of_rank(tmp_path, 4, "2, 256")
+    around = (RECORD, str(tmp_path / "recorded"))
+    rehearse(program, "h100", script=True, job=Job(ranks=8), iterations=2, around=around)
+    gathers = json.loads((tmp_path / "recorded" / STEP).read_text())["gathers"]
+    assert [*gathers] == [f"layers.{k}" for k in range(LAYERS)]
+    assert {reshards for _, reshards, *_ in gathers.values()} == {None}
+    assert {(ranks, nodes) for *_, ranks, nodes in gathers.values()} == {(8, 1)}

@@ -87,22 +87,6 @@ def signed_error_percent(predicted: RunFigures, measured: RunFigures) -> dict[st
     }
 
 
-def check_rehearsed(
-    provenance: str, environment: Mapping[str, str], verified: bool | None, *runs: RunFigures
-) -> None:
-    """Raise ValueError where figures of a GPU that is not there pass for measured ones, or the other way round.
-
-    Such figures have no times, and nothing is verified there, since nothing is computed.
-    """
-    gpu = environment.get("gpu", "")
-    rehearsed = gpu.endswith(ABSENT)
-    if rehearsed != (provenance == REHEARSED):
-        raise ValueError(f"the provenance is {provenance}, and the GPU {gpu or 'none'}")
-    timed = any(f.step_time_ns is not None or f.times_ns for f in runs)
-    if rehearsed and (timed or verified is not None):
-        raise ValueError(f"{gpu} is not there, and has times or a verification")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(JsonRecord):
     """One `execute`: the plan's prediction, and what was measured of eager, keep-all and the plan."""
@@ -131,9 +115,15 @@ class Measurement(JsonRecord):
     warnings: tuple[str, ...] = ()  # what the plan said beside its prediction
 
     def __post_init__(self) -> None:
-        check_rehearsed(
-            self.provenance, self.environment, self.verified, self.eager, self.keep_all, self.measured
-        )
+        """What is not there has no times, and computes nothing that could be verified."""
+        gpu = self.environment.get("gpu", "")
+        rehearsed = gpu.endswith(ABSENT)
+        if rehearsed != (self.provenance == REHEARSED):
+            raise ValueError(f"the provenance is {self.provenance}, and the GPU {gpu or 'none'}")
+        runs = (self.eager, self.keep_all, self.measured)
+        timed = any(f.step_time_ns is not None or f.times_ns for f in runs)
+        if rehearsed and (timed or self.verified is not None):
+            raise ValueError(f"{gpu} is not there, and has times or a verification")
 
     @property
     def place(self) -> str:

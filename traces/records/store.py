@@ -234,6 +234,7 @@ COLUMN_KINDS: Final = {"Texts": TEXT, "Numbers": INT, "Ids": ID, "NumberLists": 
 OPS_COLUMNS, STORAGES_COLUMNS, UNTOUCHED_COLUMNS = (
     {f.name: COLUMN_KINDS[str(f.type)] for f in fields(table)} for table in (Ops, Storages, Untouched)
 )
+FILES: Final = {OPS_FILE: OPS_COLUMNS, STORAGES_FILE: STORAGES_COLUMNS, UNTOUCHED_FILE: UNTOUCHED_COLUMNS}
 
 
 def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
@@ -244,15 +245,11 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     check_place(directory, force=force)
     place = Path(os.path.realpath(directory))  # a link stays, and leads to the new trace
     with directory_beside(place) as temporary:
-        header = trace.meta.to_json()
-        for file, table, columns in (
-            (OPS_FILE, trace.ops, OPS_COLUMNS),
-            (STORAGES_FILE, trace.storages, STORAGES_COLUMNS),
-            (UNTOUCHED_FILE, trace.untouched, UNTOUCHED_COLUMNS),
-        ):
+        tables = (trace.ops, trace.storages, trace.untouched)
+        for (file, columns), table in zip(FILES.items(), tables, strict=True):
             if table != Untouched():
                 values = {c: getattr(table, c) for c in columns}
-                write_table(temporary / file, columns, header, values)
+                write_table(temporary / file, columns, trace.meta.to_json(), values)
         temporary.chmod(0o777 & ~umask())
         _put(temporary, place)
     return directory
@@ -266,7 +263,7 @@ def check_place(directory: str | Path, *, force: bool = False) -> None:
     there: set[str] = set()
     with contextlib.suppress(FileNotFoundError):
         there = {p.name for p in directory.iterdir()} if not directory.is_file() else {""}
-    if not there <= {OPS_FILE, STORAGES_FILE, UNTOUCHED_FILE}:
+    if not there <= FILES.keys():
         raise TraceError(f"{directory}: exists and is not a trace; name another output with -o.")
     if there and not force:
         raise TraceError(f"{directory}: exists; give --force to replace it, or name another output with -o.")
@@ -292,11 +289,9 @@ def find(name: str | Path) -> Path:
     exists.
     """
     path = Path(name)
-    if (path / OPS_FILE).is_file():
-        return path
-    inside = GALLERY / str(name)
-    if (inside / OPS_FILE).is_file():
-        return inside
+    for place in (path, GALLERY / str(name)):
+        if (place / OPS_FILE).is_file():
+            return place
     if path.is_dir():
         raise TraceError(
             f"{name}: this directory holds no trace (no {OPS_FILE}); make one with `trace MODEL -o {name}`."
@@ -314,10 +309,8 @@ def load(directory: str | Path) -> Trace:
     itself.
     """
     directory = find(directory)
-    files = {OPS_FILE: OPS_COLUMNS, STORAGES_FILE: STORAGES_COLUMNS, UNTOUCHED_FILE: UNTOUCHED_COLUMNS}
-    if not (directory / UNTOUCHED_FILE).is_file():
-        del files[UNTOUCHED_FILE]
-    (meta, ops), (_, storages), *rest = read = [_load_table(directory / f, c) for f, c in files.items()]
+    there = {f: c for f, c in FILES.items() if f != UNTOUCHED_FILE or (directory / f).is_file()}
+    (meta, ops), (_, storages), *rest = read = [_load_table(directory / f, c) for f, c in there.items()]
     if any(other != meta for other, _ in read):
         raise TraceError(f"{directory}: its files belong to different traces.")
     third = rest[0][1] if rest else {}
