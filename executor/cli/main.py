@@ -241,6 +241,6 @@ def _refuse(plan: Path, m: Measurement) -> None:
         )
     if m.within_budget is False:
         raise BudgetError(
-            f"the planned step's peak is {show_bytes(m.limited_bytes)}, over the budget of "
+            f"the planned step's peak is {show_bytes(m.measured.peak_bytes(m.budget_of))}, over the budget of "
             f"{show_bytes(m.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
         )

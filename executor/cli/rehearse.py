@@ -210,6 +210,7 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
         f"  budget {limit} of the GPU, as by nvidia-smi: kept by the plan",
         f"  {told['blocks']} blocks by {len(found.plans.plans)} plans: {told['added_percent']:+.2f} % of their time by "
         f"roofline; no plan within the budget adds less than {told['bound_percent']:.2f} %",
+        f"  at the plan's peak: {_held(found.planned or first)}",
     ]
     if (links := told["communication"])["sharded_blocks"]:
         lines.append(
@@ -256,8 +257,7 @@ def in_words(found: Rehearsal) -> str:
         f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as by nvidia-smi",
     ]
     if found.alive:
-        held = ", ".join(f"{show_bytes(n)} {what}" for what, n in found.at_the_peak.items() if n)
-        lines.append(f"  at the peak: {held}")
+        lines.append(f"  at the peak: {_held(found)}")
         lines.append("  by the line that asked for it:")
     for row in found.alive[:MOST_LINES]:
         line = row.line or "(torch itself)"
@@ -283,6 +283,10 @@ def _figures(found: Rehearsal) -> tuple[int | None, ...]:
     """By name in FIGURES, bytes."""
     steady = found.steady
     return steady.requested_bytes, steady.allocated_bytes, found.figures.peak_reserved_bytes, found.gpu_bytes
+
+
+def _held(found: Rehearsal) -> str:
+    return ", ".join(f"{show_bytes(n)} {what}" for what, n in found.at_the_peak.items() if n)
 
 
 def _outside(found: Rehearsal) -> str:

@@ -92,11 +92,9 @@ def plan_within(
             return kept
         planned, plans = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
         told = plans.predicted
-        kept = (
-            kept
-            if fits and told["added_ns"] >= 0
-            else replace(kept, saved=saved, planned=planned, plans=plans)
-        )
+        if fits and told["added_ns"] >= 0:
+            return kept
+        kept = replace(kept, saved=saved, planned=planned, plans=plans)
     if fits:
         return kept
     others = [
@@ -121,16 +119,16 @@ def _rehearsed(
     beside = saved.gpu_bytes - saved.steady.requested_bytes
     least_ns = problem.saved.timeline.step_time_ns  # with all gathered parameters kept
     bound_ns = bounder_of(problem).bound(max(1, limit - saved.outside_bytes)).added_time_ns
-    kept = {g.storage for g in step.gathers}
-    of_blocks = (Action(storage=s) for s in problem.candidates if s not in kept)
+    decided = {g.storage: g for g in step.gathers if g.storage >= 0}
+    of_blocks = (Action(storage=s) for s in problem.candidates if s not in decided)
     whole = problem.replay((*of_blocks, *step.script)).timeline
     # Of the blocks, with what is not hidden of their communication.
-    whole_ns = before_ns - sum(g.exposed_ns for g in step.gathers if g.storage >= 0)
+    whole_ns = before_ns - sum(g.exposed_ns for g in decided.values())
     best: tuple[float, Rehearsal, BlockPlans] | None = None
     within, lowest, seen = limit - beside, saved.gpu_bytes, set[tuple[Action, ...]]()
     for _ in range(MOST_PLANS):
         answer = ask(problem, question(max(1, within), budget_of=ALLOCATED, levers=()))
-        if answer.refusal is not None and best is None:
+        if answer.refusal is not None and not seen:
             raise _refused(answer, limit, beside, saved)
         if answer.found is None or answer.found.plan.actions in seen:
             break
@@ -160,9 +158,7 @@ def _rehearsed(
             model=saved.model,
             plans=step.plans(actions, answer.found.plan.planner),
             reshard_after_forward={
-                g.block: g.block in again
-                for g in step.gathers
-                if g.storage >= 0 and g.reshards != (g.block in again)
+                g.block: not g.reshards for g in decided.values() if g.reshards != (g.block in again)
             },
             predicted=predicted,
         )
@@ -177,7 +173,7 @@ def _rehearsed(
         within = after.peak_allocated_bytes - over
     if best is None:
         raise BudgetError(
-            f"no plan was found that keeps {show_bytes(limit)}: {MOST_PLANS} were rehearsed, and the lowest takes "
+            f"no plan was found that keeps {show_bytes(limit)}: {len(seen)} were rehearsed, and the lowest takes "
             f"{show_bytes(lowest)} of the GPU. Give a budget of that or more."
         )
     return best[1:]
@@ -186,10 +182,8 @@ def _rehearsed(
 def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> BudgetError:
     assert isinstance(answer.refusal, Infeasible)
     figures = answer.refusal.figures
-    lowest, floor = (
-        figures["lowest_peak_bytes"] + beside,
-        figures["floor"]["peak_allocated_bytes"] + saved.outside_bytes,
-    )
+    lowest = figures["lowest_peak_bytes"] + beside
+    floor = figures["floor"]["peak_allocated_bytes"] + saved.outside_bytes
     return BudgetError(
         f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
         f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}. Give a larger budget, more ranks, or a smaller "

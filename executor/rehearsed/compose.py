@@ -29,17 +29,7 @@ from traces.files import read_json
 from traces.records import store
 from traces.records.plan import Action, BlockPlan
 from traces.records.trace import BACKWARD as BACKWARD_PHASE
-from traces.records.trace import (
-    EAGER,
-    EFFECT,
-    MOST,
-    OTHER,
-    Ops,
-    Storages,
-    Trace,
-    TraceMeta,
-    uses_of,
-)
+from traces.records.trace import EAGER, EFFECT, MOST, OTHER, Ops, Storages, Trace, TraceMeta, uses_of
 from traces.records.trace import FORWARD as FORWARD_PHASE
 
 STORAGE: Final = "storage"
@@ -102,7 +92,7 @@ class Composed:
                 plan=replace(finish(problem, planner, MOST, own), budget_bytes=None).sealed(),
             )
             for (_, own), blocks in shared.items()
-            if (problem := Problem(self.graphs[blocks[0]]))
+            for problem in [Problem(self.graphs[blocks[0]])]
         )
 
     def _own(self, block: str, actions: Iterable[Action]) -> tuple[Action, ...]:
@@ -204,13 +194,11 @@ class _Composing:
             if after.what == BACKWARD and (g := gathers.get(after.block)):
                 rows.append(_row(f"take {g.block}", phase, inputs=(made[g.block],), reads=(g.storage,)))
             at = len(rows)
-            block = s.block if s.what in (FORWARD, BACKWARD) and s.block in graphs else ""
             rows.append(_row(f"beside {s.what} {s.block}".strip(), phase, flags=EAGER, writes=(k,)))
-            if block:
-                rows += self._ops(block, s.what, at + 1)
+            if s.what in (FORWARD, BACKWARD) and s.block in graphs:
+                rows += self._ops(s.block, s.what, at + 1)
             self.ranges.append((at, len(rows)))
         self._producers = [*(at for at, _ in self.ranges), *made.values()]
-        self._first = next(at for at, row in enumerate(rows) if row["phase"] == BACKWARD_PHASE)
         self._ops_table = Ops(**{f.name: tuple(row[f.name] for row in rows) for f in fields(Ops)})
 
     def _op(self, block: str, op: int) -> int:
@@ -251,25 +239,20 @@ class _Composing:
             sts = graph.storages
             table["name"] += [f"{block}.{name}" for name in sts.name]
             # What it does not make itself is counted beside.
-            table["nbytes"] += [
-                size if op >= 0 else 0 for size, op in zip(sts.nbytes, sts.producer, strict=True)
-            ]
+            table["nbytes"] += [size * (op >= 0) for size, op in zip(sts.nbytes, sts.producer, strict=True)]
             table["producer"] += [self._op(block, op) for op in sts.producer]
             table["hold"] += [self._op(block, op) for op in sts.hold]
             for column in ("category", "dtype", "shape"):
                 table[column] += getattr(sts, column)
-        ops, count = self._ops_table, len(table["name"])
-        columns = {
-            **{k: tuple(v) for k, v in table.items()},
-            **uses_of(ops, count),
-        }
+        ops = self._ops_table
+        columns = {k: tuple(v) for k, v in table.items()} | uses_of(ops, len(table["name"]))
         of = next(iter(self._graphs.values())).meta
         meta = TraceMeta(
             model="blocks",
             device=of.device,
             target=of.target,
-            forward_ops=self._first,
-            first_backward_graph_op=self._first,
+            forward_ops=(first := ops.phase.index(BACKWARD_PHASE)),
+            first_backward_graph_op=first,
         )
         return store.validate(Trace(meta=meta, ops=ops, storages=Storages(**columns)))
 
@@ -277,10 +260,6 @@ class _Composing:
 def _row(name: str, phase: str, **given: Any) -> dict[str, Any]:
     """An op that stands for what is no block's."""
     row: dict[str, Any] = dict.fromkeys((f.name for f in fields(Ops)), ())
-    row |= dict.fromkeys(("time_ns", "flops", "bytes_moved"), 0) | {
-        "module": "",
-        "arguments": "",
-        "overwrites": -1,
-        "flags": 0,
-    }
-    return row | {"name": name, "target": BESIDE, "phase": phase} | given
+    row |= dict.fromkeys(("time_ns", "flops", "bytes_moved", "flags"), 0)
+    row |= dict.fromkeys(("module", "arguments"), "")
+    return row | {"overwrites": -1, "name": name, "target": BESIDE, "phase": phase} | given

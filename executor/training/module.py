@@ -94,8 +94,7 @@ class Planned:
             mine.pop(name, None)
 
     def _reshard(self, by_plan: bool) -> None:
-        """Let the module reshard after forward by the plan, or as the rehearsed script did; before `fully_shard` there
-        is nothing to be done."""
+        """Let the module, once it is sharded, reshard after forward by the plan, or as the rehearsed script did."""
         if self.reshards is not None and hasattr(self.module, "set_reshard_after_forward"):
             self.module.set_reshard_after_forward(self.reshards == by_plan, recurse=False)
 

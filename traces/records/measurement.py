@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final, TypeVar
 
 from traces.errors import TraceError
@@ -49,13 +49,8 @@ class RunFigures:
         return self.headline()[f"peak_{of}_bytes"]
 
     def headline(self) -> dict[str, int | None]:
-        """The four figures that every `--json` shows."""
-        return {
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "peak_block_bytes": self.peak_block_bytes,
-            "peak_reserved_bytes": self.peak_reserved_bytes,
-            "step_time_ns": self.step_time_ns,
-        }
+        """The four figures that every `--json` shows, the first fields."""
+        return {f.name: getattr(self, f.name) for f in fields(self)[:4]}
 
     def __post_init__(self) -> None:
         pairs = self.keep_all_times_ns
@@ -133,13 +128,9 @@ class Measurement(JsonRecord):
         return f"{kind} ({gpu})" if gpu else kind
 
     @property
-    def limited_bytes(self) -> int | None:
-        return self.measured.peak_bytes(self.budget_of)
-
-    @property
     def within_budget(self) -> bool | None:
         """True if the measured peak is within the budget; None where either is unknown."""
-        peak = self.limited_bytes
+        peak = self.measured.peak_bytes(self.budget_of)
         return None if self.budget_bytes is None or peak is None else peak <= self.budget_bytes
 
     @property

@@ -332,14 +332,14 @@ def check_fingerprints(trace: Trace, name: str | Path, *, graph: bool = False) -
 
     `load` leaves this out, because it takes more than half as long as loading does.
     """
-    told: dict[str, tuple[str, dict[str, bool]]] = {"fingerprint": (trace.meta.fingerprint, {})}
+    told: dict[str, dict[str, bool]] = {"fingerprint": {}}
     if graph:
         told |= {
-            "graph_fingerprint": (trace.meta.graph_fingerprint, {"eager": False}),
-            "structure_fingerprint": (trace.meta.structure_fingerprint, {"eager": False, "sizes": False}),
+            "graph_fingerprint": {"eager": False},
+            "structure_fingerprint": {"eager": False, "sizes": False},
         }
-    for field, (digest, which) in told.items():
-        real = fingerprint(trace.ops, trace.storages, **which)
+    for field, which in told.items():
+        digest, real = getattr(trace.meta, field), fingerprint(trace.ops, trace.storages, **which)
         if digest != real:
             raise TraceError(
                 f"{name}: the {field} in its header is {digest}, and that of its ops and storages is {real}: they were "
