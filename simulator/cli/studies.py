@@ -165,6 +165,9 @@ def max_batch_command(
 @click.option(
     "--batch-sizes", default="8,16,32,64,128,256", show_default=True, help="Batch sizes to answer for."
 )
+@click.option(
+    "--ranks", default="1", show_default=True, help="Numbers of ranks to shard MODEL over, such as 1,8,64."
+)
 @BUDGET_OVERHEAD
 @asking(*DEVICE[2:], PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
@@ -176,6 +179,7 @@ def capacity_command(
     trace_words: tuple[str, ...],
     gpus: str,
     batch_sizes: str,
+    ranks: str,
     budget_overhead: str,
     words: Words,
     directory: Path | None,
@@ -186,9 +190,11 @@ def capacity_command(
 
     \b
     simulate capacity bert-base --gpus h100,a100-80,rtx-4090 --batch-sizes 16,64,256 --report capacity.html
+    simulate capacity llama-1b --gpus h100,a100-80 --ranks 8,64 --amp bfloat16
 
     Any other option goes to `trace`. All is answered by the line through two traces of each GPU; `simulate max-batch`
-    confirms the largest batch. Exit code 1: none fits anywhere.
+    confirms the largest batch. One of several --ranks is rehearsed (`execute rehearse --shard fsdp2`), untouched, and
+    its largest batch confirmed. Exit code 1: none fits anywhere.
     """
     from simulator.studies.capacity import capacity
 
@@ -198,6 +204,7 @@ def capacity_command(
         "trace_options": trace_words,
         "dask": dask,
     }
+    words["ranks"] = [*map(int, _sizes(ranks, "--ranks"))]
     sizes = sorted(map(int, _sizes(batch_sizes)))
     found = capacity(model, listed("--gpus", gpus), sizes, directory=directory, progress=out.say, **words)
     show(out, found)
@@ -205,10 +212,10 @@ def capacity_command(
         raise Refused(f"{model} fits none of {gpus}, with or without a plan.", 1)
 
 
-def _sizes(text: str) -> tuple[str, ...]:
-    sizes = listed("--batch-sizes", text)
+def _sizes(text: str, option: str = "--batch-sizes") -> tuple[str, ...]:
+    sizes = listed(option, text)
     if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
-        raise SpecError(f"--batch-sizes {text!r}: give whole numbers with commas, such as 8,16,32.")
+        raise SpecError(f"{option} {text!r}: give whole numbers with commas, such as 8,16,32.")
     return sizes
 
 

@@ -15,15 +15,16 @@ COLOURS: Final = {FITS: charts.GREEN, PLANNED: charts.ORANGE, NOT: charts.GREY}
 
 def heat_map(found: Study[MaxBatch]) -> Chart:
     alt, price, sizes = needed("altair"), found.data["budget_overhead_percent"], found.data["batch_sizes"]
-    probes = [(of.device, of.probe(n)) for of in found.rows for n in sizes]
+    names = {of.device: f"{of.device}, at most {of.with_plan}" for of in found.rows}
+    probes = [(names[of.device], of.probe(n)) for of in found.rows for n in sizes]
     rows = [
         (gpu, str(p.batch_size), verdict(p), (p.overhead_percent or 0) / (price or 1) if verdict(p) == PLANNED else 1,
-         in_words(p), f"{verdict(p)}: {p.message or in_words(p)}")
+         in_words(p) or "no", f"{verdict(p)}: {p.message or in_words(p)}")
         for gpu, p in probes
     ]  # fmt: skip
     base = charts.drawn("device:N batch:N verdict:N share:Q words:N note:N", rows).encode(
         alt.X("batch:N").sort([str(n) for n in sizes]).title("batch size").axis(labelAngle=0),
-        alt.Y("device:N").sort([of.device for of in found.rows]).title(None),
+        alt.Y("device:N").sort([*names.values()]).title(None),
     )
     shade = alt.FillOpacity("share:Q").scale(domain=[0, 1], range=[0.3, 0.9]).legend(None)
     fields = base.mark_rect(stroke="white").encode(
@@ -32,6 +33,6 @@ def heat_map(found: Study[MaxBatch]) -> Chart:
     text = base.mark_text(color=charts.INK).encode(text="words:N")
     caption = (
         f"Green: the untouched model fits, and reserves so much. Orange: it fits with a plan that adds so much time, "
-        f"the paler the less. Grey: it does not fit, with no plan of at most +{price:g} %."
+        f"the paler the less. Grey: it does not fit, with no plan of at most +{price:g} %; of several ranks, untouched."
     )
     return Chart(charts.finish(alt.layer(fields, text), height=40 + 40 * len(found.rows)), caption)

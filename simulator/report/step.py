@@ -60,9 +60,12 @@ def write_study(path: str | Path, found: Study[Any]) -> Path:
         from simulator.report.capacity import heat_map
 
         blocks.append(heat_map(found))
-    note = f"{provenance(problem.trace)} Every figure on this page is predicted; nothing was run."
-    beside = Text(note, "note"), *warned(map(text, warnings_of(problem)))
+    of = ". ".join(found.notes) if problem is None else provenance(problem.trace)
+    beside = [Text(f"{of} Every figure on this page is predicted; nothing was run.", "note")]
     answer = Section("Answer", (Text(found.words), *blocks, found.table, *beside))
+    if problem is None:
+        return write_page(path, Page(found.short, "", (answer,)))
+    beside += warned(map(text, warnings_of(problem)))
     model = Section("Model and trace", (metadata(problem.trace),))
     return write_page(path, Page(found.short, describe(problem.trace.meta), (answer, model)))
 

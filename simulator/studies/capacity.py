@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
 from simulator.prediction.ask import Say
 from simulator.show.tables import Cell, no, table, yes
-from simulator.studies.max_batch import MaxBatch, Probe, max_batch
+from simulator.studies.max_batch import RANKS, MaxBatch, Probe, max_batch
 from simulator.studies.rows import Study
 from traces.model_spec import short_name
 from traces.records.plan import RESERVED
@@ -44,23 +45,30 @@ def capacity(
     gpus: Sequence[str],
     batch_sizes: Sequence[int],
     *,
+    ranks: Sequence[int] = (1,),
     directory: str | Path | None = None,
     progress: Say,
     **words: Any,
 ) -> Study[MaxBatch]:
     """What each of some batch sizes needs on each of some devices, and the largest of all, by the line through two
-    traces of each device. A row for each device; raises as `max_batch`, of which `words` are.
+    traces of each device, or of one of several ranks through rehearsals, among them that of the largest. A row for each
+    device and number of ranks; raises as `max_batch`, of which `words` are.
     """
     place = Path(directory or f"{short_name(model)}-capacity")
 
-    def of(gpu: str) -> MaxBatch:
+    def of(asked: tuple[str, int]) -> MaxBatch:
+        gpu, count = asked
+
         def say(line: str) -> None:
-            progress(f"{gpu}: {line}")
+            progress(f"{gpu}{f', {count} ranks' if count > 1 else ''}: {line}")
 
-        return max_batch(model, gpu, batch_sizes=batch_sizes, directory=place / gpu, progress=say, **words)
+        return max_batch(
+            model, gpu, ranks=count, batch_sizes=batch_sizes, directory=place / gpu, progress=say, **words
+        )
 
-    with ThreadPoolExecutor(len(gpus) if words.get("dask") else 1) as pool:  # planning has one machine
-        found = list(pool.map(of, gpus))
+    asked = [*product(gpus, ranks)]
+    with ThreadPoolExecutor(len(asked) if words.get("dask") else 1) as pool:  # planning has one machine
+        found = list(pool.map(of, asked))
     first = found[0].data
     short = f"{first['model']}: what fits {', '.join(gpus)}"
     price = first["budget_overhead_percent"]
@@ -73,7 +81,7 @@ def capacity(
         "warnings": list(dict.fromkeys(text for of in found for text in of.data["warnings"])),
     }
     return Study(
-        problem=found[0].problem,
+        problem=next((of.problem for of in found if of.problem), None),
         rows=tuple(found),
         data=data,
         words=f"{short}, untouched or with a plan of at most +{price:g} %",
@@ -85,9 +93,9 @@ def capacity(
                 ("to use", "bytes", lambda of: of.data["device_memory"]["usable_bytes"]),
                 *((f"batch {n}", "number", _cell(n)) for n in batch_sizes),
                 ("largest", "count", lambda of: of.without_plan),
-                ("with a plan", "count", lambda of: of.with_plan),
+                ("with a plan", "count", lambda of: of.with_plan if of.problem else None),
             ],
             caption="Bytes: the untouched model needs so much, and fits. Percent: a plan that adds so much time fits.",
-        ),
-        notes=(str(first["provenance"]),),
+        ).known(),
+        notes=(*dict.fromkeys(str(of.data["provenance"]) for of in found), *[RANKS] * (max(ranks) > 1)),
     )

@@ -3,7 +3,7 @@
 Two batch sizes are traced, and the search goes over steps on the straight line through them, which no process makes.
 Where it ends is traced, and so is the next larger batch: the answer is confirmed on both sides, or the search goes on
 along the line through these. Fragmentation can make a larger batch fit where a smaller one does not; such islands
-beyond the first boundary are not looked for.
+beyond the first boundary are not looked for. One of several ranks is rehearsed in place of traced.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Study, columns
 from simulator.studies.tracing import Traced, between, of_one_structure
 from traces.errors import SpecError
+from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, RESERVED
 from traces.records.trace import Trace
@@ -31,6 +32,7 @@ from traces.units import show_bytes, show_percent
 FIRST: Final = 8  # the first batch size that is traced; the second is STRIDE times that
 STRIDE: Final = 4
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
+RANKS: Final = "Several ranks: fully_shard, a batch on each. `execute rehearse --shard fsdp2 --budget` plans."
 SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time, at first
 
 
@@ -218,6 +220,38 @@ class _Search:
             n = self.reckoned(fits, low, high, begin)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Ranks(_Search):
+    """The same of one of several ranks, which is rehearsed untouched. Counts: torch's memory and NCCL's."""
+
+    needs_bytes: dict[int, int] = field(default_factory=dict)
+
+    def trace(self, *batch_sizes: int) -> None:
+        new = sorted({n for n in batch_sizes if 0 < n <= self.top} - self.needs_bytes.keys())
+        found = self.model.rehearsed(new, self.say)
+        self.needs_bytes |= {n: r["gpu_bytes"] - r["context_bytes"] for n, r in zip(new, found, strict=True)}
+        self.probes.clear()  # of lines that were
+        for n in self.needs_bytes:
+            self.without(n)
+
+    def without(self, batch_size: int) -> bool:
+        near = sorted(self.needs_bytes, key=lambda n: abs(n - batch_size))
+        a, b = (near * 2)[:2]
+        x, y = self.needs_bytes[a], self.needs_bytes[b]
+        needs = x + (y - x) * (batch_size - a) // (b - a or 1)
+        p = self.probes[batch_size] = Probe(
+            batch_size=batch_size,
+            fits=needs <= self.device.usable_bytes,
+            untouched=RunFigures(peak_reserved_bytes=needs),
+            traced=batch_size in self.needs_bytes,
+        )
+        return p.fits
+
+    def plan(self, batch_size: int) -> bool:
+        """Nobody looks for one."""
+        return self.without(batch_size)
+
+
 def max_batch(
     model: str,
     device: Device | None = None,
@@ -227,6 +261,7 @@ def max_batch(
     multiple_of: int = 1,
     maximum: int = 65536,
     batch_sizes: Sequence[int] = (),
+    ranks: int = 1,
     trace_options: Sequence[str] = (),
     dask: str = "",
     progress: Say = silent,
@@ -240,7 +275,8 @@ def max_batch(
         budget_overhead_percent: what a plan may add to the time of a step.
         directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
         multiple_of, maximum: of the batch sizes that are tried.
-        batch_sizes: to answer for beside; if there are any, all answers are by the line alone.
+        batch_sizes: to answer for beside; if there are any, all answers of traces are by the line alone.
+        ranks: of which one, under `fully_shard`, has the batch; no plan is looked for if there are several.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
         dask: the address of a Dask scheduler on whose workers `trace` runs; "": on this machine.
         words: as for `plan`; `seconds` is for each plan.
@@ -260,12 +296,15 @@ def max_batch(
         asks = replace(asks, device=lambda kind: memory)
     if memory.kind == CPU and asks.alloc_conf is not None:
         raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
-    if memory.kind != CPU and not any(w.partition("=")[0] in ("--target", "--device") for w in options):
+    if ranks > 1:
+        alloc_conf = ("--alloc-conf", asks.alloc_conf) if asks.alloc_conf else ()
+        options = (*options, "--gpu", memory.name, "--ranks", str(ranks), "--shard", "fsdp2", *alloc_conf)
+    elif memory.kind != CPU and not any(w.partition("=")[0] in ("--target", "--device") for w in options):
         options = (*options, "--target", memory.name)
     top = maximum // step * step
     if top < step:
         raise SpecError(f"--max {maximum}: there is no multiple of {step} up to it.")
-    search = _Search(
+    search = (_Ranks if ranks > 1 else _Search)(
         model=Traced.of(model, directory, "max-batch", options, dask),
         step=step,
         top=top,
@@ -280,7 +319,7 @@ def max_batch(
     with_plan = search.reckoned(
         search.plan, without, top + step, 2 * max(first, without), max(first, without // 2)
     )
-    if not batch_sizes:
+    if ranks > 1 or not batch_sizes:
         search.sooner = 1
         progress(f"by the line through two traces, batch {without} fits, and with a plan batch {with_plan}")
         search.trace(*(n + k for n in (without, with_plan) for k in (0, step)))
@@ -288,18 +327,18 @@ def max_batch(
         with_plan = search.confirmed(search.plan, without, max(without, with_plan))
     for n in batch_sizes:
         search.plan(n)
-    return _answer(search, without, with_plan)
+    return _answer(search, without, with_plan, ranks)
 
 
-def _answer(search: _Search, without: int, with_plan: int) -> MaxBatch:
+def _answer(search: _Search, without: int, with_plan: int, ranks: int) -> MaxBatch:
     traced, device, price = search.model, search.device, search.price_percent
     of = ALLOCATED if device.kind == CPU else RESERVED  # the memory that must fit
     probes = tuple(search.probes[b] for b in sorted(search.probes))
-    shown = search.said[with_plan or without or min(search.said)]
+    shown = search.said[with_plan or without or min(search.said)] if search.said else None
     planned, stopped = search.probes.get(with_plan), with_plan == search.top
     notes = [
         f"without a plan: batch {without}",
-        f"with a plan of at most +{price:g} %: batch {with_plan}",
+        f"with a plan of at most +{price:g} %: batch {with_plan}" if shown else RANKS,
         *([f"plan: {traced.directory / planned.plan_path}"] if planned and planned.plan_path else []),
         *([f"The search stopped at {with_plan}; --max tries more."] if stopped else []),
     ]
@@ -308,19 +347,20 @@ def _answer(search: _Search, without: int, with_plan: int) -> MaxBatch:
         "record": "max-batch",
         "model": traced.model,
         "device_memory": device.to_json(),
-        "alloc_conf": shown.setting.alloc_conf,
+        "ranks": ranks,
+        "alloc_conf": shown.setting.alloc_conf if shown else search.question.alloc_conf,
         "budget_overhead_percent": price,
         "planner": search.question.planner_name,
         "stopped_at_maximum": stopped,
         "without_plan": told.get(without, {"batch_size": without}),
-        "with_plan": told.get(with_plan, {"batch_size": with_plan}),
-        "provenance": provenance(shown.trace.meta),
+        "with_plan": told.get(with_plan, {"batch_size": with_plan}) if shown else None,
+        "provenance": provenance(shown.trace.meta) if shown else REHEARSED,
         # What the untouched model needs is in the figures here.
-        "warnings": list(texts(shown, but=UNTOUCHED)),
+        "warnings": list(texts(shown, but=UNTOUCHED)) if shown else [],
         "probes": [*told.values()],
     }
     return MaxBatch(
-        problem=shown.problem,
+        problem=shown.problem if shown else None,
         rows=probes,
         data=data,
         words=f"{traced.model} on {device.room()}",
@@ -330,7 +370,7 @@ def _answer(search: _Search, without: int, with_plan: int) -> MaxBatch:
         aside=("plan fits", ""),
         notes=(*notes, str(data["provenance"])),
         directory=traced.directory,
-        device=device.name,
+        device=device.name if ranks == 1 else f"{ranks} x {device.name}",
         without_plan=without,
         with_plan=with_plan,
     )

@@ -96,7 +96,7 @@ R = TypeVar("R")
 class Study(Generic[R]):
     """Many answers about one trace, as rows; in a notebook it shows them."""
 
-    problem: Problem
+    problem: Problem | None  # None: all was rehearsed
     rows: tuple[R, ...]
     data: dict[str, Any]  # what `--json` prints
     words: str  # what was asked, and what no plan can beat

@@ -23,7 +23,7 @@ from simulator.core.problem import Problem, Replay
 from simulator.levers import rewritten_problem
 from simulator.prediction.ask import Say
 from simulator.prediction.step import Prediction
-from simulator.studies.tracing import of_one_structure, run_trace
+from simulator.studies.tracing import of_one_structure, run_command
 from traces.errors import PlanError, SpecError, TraceError
 from traces.model_spec import IN_HAND, is_build_function
 from traces.records.plan import RESERVED
@@ -223,7 +223,7 @@ def traces_of(trace: Trace, name: str, shapes: Shapes, say: Say) -> list[tuple[S
             f"is run unasked: run `trace {' '.join(words)}` first."
         )
     say(f"shapes: recording {len(sizes)} traces")
-    run_trace(words, "the shapes")
+    run_command(["tracer", *words], "the shapes")
     if (found := _found(trace, place, sizes)) is None:
         raise TraceError(f"{place}: recorded now, with other versions than {name}; record that again, too.")
     return found

@@ -1,11 +1,12 @@
-"""Run `trace`, the one other command that simulate starts, use a trace again while it is what would be made, and work
-out what one would say from two others.
+"""Run `trace` and `execute rehearse`, the other commands that simulate starts, use an answer again while it is what
+would be made, and work out what a trace would say from two others.
 
-A trace is used again while the command, the user's file and the versions are those that made it.
+An answer is used again while the command, the user's file and the versions are those that made it.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any, Final
 
 from simulator.prediction.ask import Say
 from traces.errors import EnvironmentProblem, LowtideError, TraceError
-from traces.files import canonical_json
+from traces.files import canonical_json, write_text
 from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
 from traces.records.store import load
@@ -71,12 +72,28 @@ class Traced:
         measured = any(word.partition("=")[0] == "--device" for word in self.words)
         some = 1 if measured else 2
         jobs = [self._job(sorted(new[k : k + some])) for k in range(0, len(new), some)]
-        if jobs:
-            say(f"tracing {', '.join(what for _, what in jobs)}")
-            with self._pool(1 if measured else AT_ONCE) as pool:
-                for _ in pool.map(run_trace, *zip(*jobs, strict=True)):
-                    say("traced")
+        self._run(jobs, "traced", 1 if measured else AT_ONCE, say)
         return [found[n] if n in found else load(self.path(n)) for n in batch_sizes]
+
+    def rehearsed(self, batch_sizes: Sequence[int], say: Say) -> list[dict[str, Any]]:
+        """What `execute rehearse --json` says at some batch sizes, used again or asked. Raises as `each`."""
+        places = [self.path(n).with_suffix(".json") for n in batch_sizes]
+        words = ["executor", "rehearse", self.model, *self.words, "--json", "--batch-size"]
+        jobs = [
+            ([*words, str(n)], f"batch {n}", str(place))
+            for n, place in zip(batch_sizes, places, strict=True)
+            if not place.exists()
+        ]
+        self._run(jobs, "rehearsed", AT_ONCE, say)
+        return [json.loads(place.read_text("utf-8")) for place in places]
+
+    def _run(self, jobs: Sequence[tuple[Any, ...]], done: str, at_once: int, say: Say) -> None:
+        """Have `run_command` do each of some jobs, so many at a time."""
+        if jobs:
+            say(f"{', '.join(what for _, what, *_ in jobs)}: to be {done}")
+            with self._pool(at_once) as pool:
+                for _ in pool.map(run_command, *zip(*jobs, strict=True)):
+                    say(done)
 
     def _job(self, sizes: list[int]) -> tuple[list[str], str]:
         """The words for one `trace` of one size or two, and what it is."""
@@ -84,11 +101,17 @@ class Traced:
         words = ["--batch-size", str(low), "-o", str(self.path(low))]
         if low < high:
             words = ["--shapes", f"batch-size={low}:{high}:{high - low}", "-o", str(self.path(low).parent)]
-        return [self.model, *self.words, *words, "--force"], f"batch {' and '.join(map(str, sizes))}"
+        return [
+            "tracer",
+            self.model,
+            *self.words,
+            *words,
+            "--force",
+        ], f"batch {' and '.join(map(str, sizes))}"
 
     @contextmanager
     def _pool(self, at_once: int) -> Iterator[Executor]:
-        """What runs `trace`: threads that wait for processes of this machine, or the workers of a Dask cluster."""
+        """What runs commands: threads that wait for processes of this machine, or the workers of a Dask cluster."""
         if not self.dask:
             with ThreadPoolExecutor(at_once) as pool:
                 yield pool
@@ -146,11 +169,17 @@ def between(low: tuple[int, Trace], high: tuple[int, Trace], size: int) -> Trace
     return made
 
 
-def run_trace(words: Sequence[str], what: str) -> None:
-    """Run `trace` with these words, in a process of its own; raises LowtideError with what it wrote if it failed."""
-    command = [sys.executable, "-m", "tracer", *words, "-q"]
+def run_command(words: Sequence[str], what: str, answer: str = "") -> None:
+    """Run `python -m` with these words in a process of its own; the JSON that it answers, if any, goes to a file.
+
+    Raises:
+        LowtideError: it failed; with what it wrote. That a GPU's memory does not suffice is an answer.
+    """
+    command = [sys.executable, "-m", *words, "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
-    if done.returncode:
+    if answer and done.stdout.startswith("{"):
+        write_text(answer, done.stdout)
+    elif done.returncode:
         said = done.stderr.strip().removeprefix("Error: ")
-        told = said or f"`trace` ended with exit code {done.returncode}"
-        raise LowtideError(f"{what} could not be traced: {told}")
+        told = said or f"`{words[0]}` ended with exit code {done.returncode}"
+        raise LowtideError(f"{what} could not be {'rehearsed' if answer else 'traced'}: {told}")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -280,6 +281,49 @@ def test_the_capacity_of_two_gpus(traced: list[tuple[str, ...]], tmp_path: Path)
             assert row["traced"] == (size in {8, 32})
     text = page.read_text("utf-8")
     assert all(word in text for word in ("A100-40", "batch 3000"))
+
+
+def test_the_capacity_of_several_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is rehearsed around its largest batch, also where the line through 8 and 32 leads elsewhere, once."""
+    asked: list[list[str]] = []
+
+    def needs(ranks: int, batch: int) -> int:
+        return 10 * 2**30 // ranks + batch * 2**28 + (2**31 if 60 < batch < 100 else 0)
+
+    def run(command: list[str], **_: object) -> CompletedProcess[str]:
+        asked.append(command)
+        ranks, batch = (int(command[command.index(word) + 1]) for word in ("--ranks", "--batch-size"))
+        told = {"gpu_bytes": needs(ranks, batch) + 7, "context_bytes": 7}
+        answer = "" if "--image-size" in command else json.dumps(told)
+        return CompletedProcess(command, 1, answer, "Error: why.")  # as where it does not fit
+
+    monkeypatch.setattr("simulator.studies.tracing.subprocess.run", run)
+    words = (
+        "capacity",
+        "m",
+        "--gpus",
+        "a100-40",
+        "--ranks",
+        "2,64",
+        "--batch-sizes",
+        "8,100",
+        "-o",
+        tmp_path / "out",
+    )
+    page = tmp_path / "page.html"
+    result = simulated(*words, "--seq-len", "64", "--report", page, "--json")
+    assert result.exit_code == 0, result.output
+    for ranks, device in zip((2, 64), json.loads(result.stdout)["devices"], strict=True):
+        n, room = device["without_plan"]["batch_size"], device["device_memory"]["usable_bytes"]
+        assert needs(ranks, n) <= room < needs(ranks, n + 1)
+        assert {8, 32, n, n + 1} <= {p["batch_size"] for p in device["probes"] if p["traced"]}
+        assert (device["ranks"], device["with_plan"]) == (ranks, None)
+    assert all(word in page.read_text("utf-8") for word in ("64 x A100-40", "execute rehearse --shard"))
+    assert {"--seq-len", "A100-40", "fsdp2"} <= set(asked[0])
+    times = len(asked)
+    assert "64 x A100-40" in simulated(*words, "--seq-len", "64").stdout
+    assert len(asked) == times
+    assert "batch 8 could not be rehearsed: why." in simulated(*words, "--image-size", "8").output
 
 
 def test_when_nothing_fits(traced: list[tuple[str, ...]], tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_simulate_runs_trace_for_the_shapes_of_a_model_by_name(
     transformers()
     monkeypatch.chdir(tmp_path)
     run = CliRunner().invoke
-    monkeypatch.setattr(study, "run_trace", lambda asked, what: run(trace_command, [*asked, "-q"]))
+    monkeypatch.setattr(study, "run_command", lambda asked, what: run(trace_command, [*asked[1:], "-q"]))
     words = ["gpt2-tiny", "--seq-len", "8", "--batch-size", "2", "--target", "h100", "-q", "-o", "t"]
     assert run(trace_command, words).exit_code == 0
     first, again = (run(simulate_command, ["t", "--shapes", "seq-len=7:8", "--json"]) for _ in range(2))
