@@ -20,6 +20,8 @@ from executor.codecs import approximate
 from simulator.core.formats import FORMATS
 from traces.errors import PlanError
 
+# Whether a tensor's numbers lie one after another in memory, in whatever order.
+dense = torch.ops.aten.is_non_overlapping_and_dense
 NARROW: Final = {"narrow8": torch.uint8, "narrow16": torch.int16, "narrow32": torch.int32}
 
 
@@ -29,7 +31,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
     of that type.
     """
     payload = new_payload(x, format)
-    flat = x.as_strided((x.numel(),), (1,)) if lies_dense(x.shape, x.stride()) else x.reshape(-1)
+    flat = x.as_strided((x.numel(),), (1,)) if dense(x) else x.reshape(-1)
     if format == "bits":
         _pack_bits(flat.view(torch.uint8), payload)
     elif format in NARROW:
@@ -69,19 +71,9 @@ def unpack(
 def new_tensor(
     payload: torch.Tensor, format: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    if lies_dense(size, stride):
+    if dense(torch.empty_strided(size, stride, device="meta")):
         return torch.empty_strided(size, stride, dtype=dtype, device=payload.device)
     return torch.empty(size, dtype=dtype, device=payload.device)
-
-
-def lies_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether a tensor's numbers lie one after another in memory, in whatever order."""
-    expected = 1
-    for step, n in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
-        if step != expected:
-            return 0 in size
-        expected *= n
-    return True
 
 
 def _pack_bits(flat: torch.Tensor, payload: torch.Tensor) -> None:

@@ -29,7 +29,6 @@ class Facts:
         pinned: storage -> alive when forward ends for a reason outside the captured graph.
         rebuildable: storage -> can be computed again from what can be saved.
         recompute_only: storage -> rebuildable, but only recomputations would read it after forward.
-        until: storage -> the first op that overwrites it, or what it would be computed again from.
         reloaded: what comes back from host memory whatever the plan; backward reads it, and nothing saves it.
         candidates: storages that a plan may recompute, in order of their production.
         transient_bytes: op -> bytes that its own run adds at most, outputs and workspace.
@@ -80,7 +79,6 @@ class Facts:
         self.forward_end = forward_end
         self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
         self.rebuildable, self.candidates, self.reloaded = tuple(rebuildable), candidates, reloaded
-        self.until = tuple(until)
         of = zip(rebuildable, saved_by_default, pinned, strict=True)
         self.recompute_only = tuple(again and not (saved or stays) for again, saved, stays in of)
         asked = trace.meta.rerun_workspaces
