@@ -61,6 +61,12 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: A
     def start(function: Callable[..., Any], args: Sequence[Any] = (), *_: Any, **__: Any) -> None:
         function(local_rank, *args)
 
+    def destroy(*args: Any, **given: Any) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # torch waits until collectives are over, and time alone ends none
+        destroy_process_group(*args, **given)
+
+    destroy_process_group, exchanges["destroy_process_group"] = c10d.destroy_process_group, destroy
     make = _telling_sizes(new_process_group_helper, lambda size, *_: size, driver)
     split = _telling_sizes(dist.ProcessGroup.split_group, lambda _, ranks, *__: len(ranks), driver)
     with ExitStack() as around:
