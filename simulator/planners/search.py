@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Final
 
 from simulator.bounds import bounder_of
@@ -41,6 +42,8 @@ AFRESH: Final = 1.0
 WALKS: Final = ((0.25, 0.04), (AFRESH, 0.06), (0.5, 0.34), (0.25, 0.26), (0.1, 0.16), (0.02, 0.14))
 # For how low a peak can be.
 LOWEST_SECONDS: Final = 1.0
+SLOWEST: Final = 4  # times as long as it is reckoned, a walk may take for that
+TRIES: Final = 3
 ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 
 
@@ -55,17 +58,34 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     if best is None and not bound.feasible:
         # The greedy ends where no single step lowers the peak, some percent above what is possible.
         if budget_bytes < floor_bytes < greedy.lowest_peak_bytes:
-            lower = Search(problem, floor_bytes, limits.clock())
-            anneal(lower, None, short, ANY_NS, ANY_NS)
+            lower, _ = _shortly(problem, floor_bytes, short)
             greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, lower.lowest_peak_bytes)
     elif best is None or best.time_ns > good_enough_ns:
         ns_per_byte = bound.price_ns / bound.price_bytes
         best = anneal(greedy, best, limits, least_ns, good_enough_ns, ns_per_byte)
         if best is None:  # the walk that tells how low a peak can be may find what a longer one does not
-            best = anneal(greedy, None, short, ANY_NS, ANY_NS)
+            best = _shortly(problem, budget_bytes, short)[1]
     if best is None:
-        raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
+        raise refuse(problem, "search", budget_bytes, _reached(problem, greedy.lowest_peak_bytes, short))
     return finish(problem, "search", budget_bytes, greedy.evaluator.actions(best.state))
+
+
+def _shortly(problem: Problem, budget_bytes: int, limits: Limits) -> tuple[Search, Found | None]:
+    """A search of its own for any plan within the budget, with time of its own, and what it found."""
+    search = Search(
+        problem, budget_bytes, replace(limits, seconds=SLOWEST * limits.seconds, until=inf).clock()
+    )
+    return search, anneal(search, None, limits, ANY_NS, ANY_NS)
+
+
+def _reached(problem: Problem, lowest_peak_bytes: int, limits: Limits) -> int:
+    """The peak that a refusal names: the lowest that a search came by, or as little more as one within it reaches."""
+    for _ in range(TRIES):
+        search, found = _shortly(problem, lowest_peak_bytes, limits)
+        if found is not None or cheapest(search) is not None:
+            break
+        lowest_peak_bytes = search.lowest_peak_bytes
+    return lowest_peak_bytes
 
 
 def anneal(

@@ -11,6 +11,7 @@ from simulator.core import limits as clocks
 from simulator.core.limits import DEFAULTS, Levers, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with, search
+from simulator.planners.mu_two import Search
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Question, ask
 from simulator.prediction.step import Prediction
@@ -49,6 +50,22 @@ def test_it_goes_on_where_the_greedy_ends_and_a_plan_of_that_peak_is_found() -> 
     assert f"({now} bytes), and no plan at all can go below" in words
     plan = plan_with("search", Problem(of), now)
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= now
+
+
+def test_a_named_peak_is_one_that_a_walk_within_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for SKResNet-18, whose walk within the peak that another walk came by ended 512 bytes above it."""
+    problem, tried = Problem(draw_trace(0)), []
+
+    def shortly(problem: Problem, budget_bytes: int, _: Limits) -> tuple[Search, Any]:
+        tried.append(budget_bytes)
+        walked = Search(problem, budget_bytes)
+        walked.lowest_peak_bytes = max(1512, budget_bytes)
+        return walked, "a plan" if budget_bytes >= 1512 else None
+
+    monkeypatch.setattr(search, "_shortly", shortly)
+    monkeypatch.setattr(search, "cheapest", lambda _: None)
+    assert search._reached(problem, 1000, DEFAULTS) == 1512
+    assert tried == [1000, 1512]
 
 
 def test_it_is_never_below_what_any_plan_reaches() -> None:
