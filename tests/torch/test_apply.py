@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -111,6 +112,29 @@ def test_the_gradient_of_an_argument(plan: Plan) -> None:
 
     assert torch.equal(*both(model, planned, run))
     same(model, planned)
+
+
+def test_backward_has_no_constant_twice() -> None:
+    """Of a constant that the model makes in forward, and a plan again in backward, one tensor waits for both."""
+
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * torch.tensor([0.5, 1.5, 2.5, 617.0])).sin()
+
+    def make() -> tuple[Any, ...]:
+        return Shifts(), (torch.randn(8, 4),), lambda y: y.sum(), None
+
+    trace = recorded(build_of(make)).trace
+    planned = apply_plan(Shifts(), plan_of(trace, *recompute_all(Problem(trace))))
+    planned(torch.randn(8, 4)).sum().backward()
+    real = (
+        x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (4,) and x.device.type == "cpu"
+    )
+    assert len({x.data_ptr() for x in real if x[-1] == 617.0}) == 1
 
 
 def test_a_plan_for_another_model_is_refused_before_anything_ran(plan: Plan) -> None:
