@@ -43,22 +43,19 @@ def sharded(step: TrainingStep, how: str) -> TrainingStep:
     if step.autocast.dtype:
         dtype = getattr(torch, step.autocast.dtype)
         given["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    names, groups = (
-        {p: name for name, p in model.named_parameters()},
-        optimizer.param_groups if optimizer else [],
-    )
-    for group in groups:
-        group["params"] = [names[p] for p in group["params"]]
-    if optimizer:
+    names = {p: name for name, p in model.named_parameters()}
+    if optimizer:  # nothing is to hold the whole parameters
         optimizer.state.clear()
-    names.clear()  # nothing holds the whole parameters now
+        for group in optimizer.param_groups:
+            group["params"] = [names[p] for p in group["params"]]
+    names.clear()
     for module in (*blocks_of(model).values(), model):
         fully_shard(module, **given)
-    if optimizer is not None:
-        named, kind = dict(model.named_parameters()), type(optimizer)
+    if optimizer:
+        now, kind = dict(model.named_parameters()), type(optimizer)
+        groups = [
+            {**group, "params": [now[name] for name in group["params"]]} for group in optimizer.param_groups
+        ]
         known = inspect.signature(kind).parameters
-        optimizer = kind(
-            [{**group, "params": [named[name] for name in group["params"]]} for group in groups],
-            **{k: v for k, v in optimizer.defaults.items() if k in known},
-        )
+        optimizer = kind(groups, **{k: v for k, v in optimizer.defaults.items() if k in known})
     return replace(step, optimizer=optimizer, autocast=OFF)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -32,12 +33,9 @@ def in_words(p: Probe) -> str:
     return show_percent(p.overhead_percent, signed=True, digits=1) if p.plan_fits else ""
 
 
-def _cell(batch_size: int) -> Callable[[MaxBatch], Cell]:
-    def shown(found: MaxBatch) -> Cell:
-        p = found.probe(batch_size)
-        return yes(in_words(p)) if p.fits else Cell(in_words(p)) if p.plan_fits else no()
-
-    return shown
+def _cell(batch_size: int, found: MaxBatch) -> Cell:
+    p = found.probe(batch_size)
+    return yes(in_words(p)) if p.fits else Cell(in_words(p)) if p.plan_fits else no()
 
 
 def capacity(
@@ -91,7 +89,7 @@ def capacity(
             [
                 ("device", "", lambda of: of.device),
                 ("to use", "bytes", lambda of: of.data["device_memory"]["usable_bytes"]),
-                *((f"batch {n}", "number", _cell(n)) for n in batch_sizes),
+                *((f"batch {n}", "number", partial(_cell, n)) for n in batch_sizes),
                 ("largest", "count", lambda of: of.without_plan),
                 ("with a plan", "count", lambda of: of.with_plan if of.problem else None),
             ],

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from tracer.environment import environment
 from tracer.rehearsal.peak import foreign
@@ -70,12 +69,14 @@ def do(
         watch = Watch(most_iterations=most, device=local_rank, settle=finish_pending, words=words)
         others = absent_ranks(fields["rank"], ranks, local_rank, words, null_driver())
     try:
-        with watch.watching(), initialisers_without_values(), others, _around(*around):
+        beside = pkgutil.resolve_name(around[0])(*around[1:]) if around else nullcontext()
+        with watch.watching(), initialisers_without_values(), others, beside:
             if script:
                 _script(model, arguments, watch, module=module)
             else:
                 step = _step(load_spec(model, dict(options), seed=seed), shard, local_rank)
-                _loop(step, _planned(step.model, plan, apply), iterations, watch)
+                planned = pkgutil.resolve_name(apply)(step.model, plan) if plan else step.model
+                _loop(step, planned, iterations, watch)
     except torch.cuda.OutOfMemoryError as error:
         out_of_memory = " ".join(str(error).split())
     except LowtideError:
@@ -124,16 +125,6 @@ def _step(build: BuildStep, shard: Sequence[str], local_rank: int) -> TrainingSt
     function, *given = shard
     sharded: TrainingStep = pkgutil.resolve_name(function)(step, *given)
     return sharded
-
-
-def _planned(model: nn.Module, plan: str, apply: str) -> Any:
-    """Return what is called in place of the model."""
-    return pkgutil.resolve_name(apply)(model, plan) if plan else model
-
-
-def _around(function: str = "", *given: str) -> Any:
-    """The context in which the loop runs."""
-    return pkgutil.resolve_name(function)(*given) if function else nullcontext()
 
 
 def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None:
