@@ -33,6 +33,7 @@ from tracer.torch_api import dynamo_config, one_at_a_time
 from traces.devices import board_of
 from traces.devices import device as device_entry
 from traces.errors import LowtideError, PlanError, SpecError
+from traces.progress import Say
 from traces.records.plan import ALLOCATED, Action, Plan
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
@@ -45,7 +46,6 @@ REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
 # What dynamo takes otherwise by default: it would run a call without its plan, unseen, or ignore a hook added later.
 NEVER_UNSEEN: Final = ("fail_on_recompile_limit_hit", "skip_nnmodule_hook_guards")
 
-Say = Callable[[str], None]
 Sketch = Callable[[Program], dict[str, Any]]
 
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 from traces.errors import PlanError, SpecError
 from traces.files import from_json
 from traces.isolated import run_fresh
+from traces.progress import counting
 from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
 from traces.records.measurement import RunFigures, Verification, steady
 from traces.records.plan import Plan
@@ -113,6 +114,7 @@ def perform(job: Job) -> JobResult:
         def run(model: Any) -> bool:
             before = scale_of(step.scaler)
             run_step(step, model, step.optimizer)
+            done()
             return scale_of(step.scaler) >= before
 
         def keep_all() -> Once:
@@ -123,7 +125,8 @@ def perform(job: Job) -> JobResult:
         return partial(run, model), keep_all
 
     measure = _measure_cuda if job.device.startswith("cuda") else _measure_cpu
-    figures = measure(prepare, job)
+    with counting(job.memory_steps + (job.warmup + job.runs) * (1 + job.beside)) as done:
+        figures = measure(prepare, job)
     if rehearsed:
         figures = replace(figures, step_time_ns=None, times_ns=(), keep_all_times_ns=())
     return JobResult(figures=figures, environment=environment(job.device))

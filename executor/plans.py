@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from executor.matching import check_alloc_conf, check_kind, times_apply
 from executor.measuring import (
@@ -21,6 +21,8 @@ from executor.measuring import (
 )
 from tracer.step.step import check_device
 from traces.errors import OutOfMemoryProblem
+from traces.isolated import prepared
+from traces.progress import Say, counted
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures, Verification
 from traces.records.plan import Plan
@@ -31,11 +33,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+PREPARED: Final = ("executor.verifying", "tracer.recording")  # what the processes need that measure
+TOLD: Final = {
+    VERIFY: "verifying against the untouched model",
+    EAGER: "measuring eager",
+    KEEP_ALL: "measuring save-all",
+    PLAN: "measuring the plan",
+}
+
+
+@prepared(*PREPARED)
 def measure_plan(
     plan: Plan,
     path: Path,
     settings: Settings,
-    progress: Callable[[str], None],
+    progress: Say,
     known: dict[str, JobResult] | None = None,
 ) -> Measurement:
     """Verify and measure one plan, which stands in the file `path`.
@@ -61,29 +73,28 @@ def measure_plan(
 
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
 
-    def if_it_fits(variant: str, what: str) -> JobResult:
+    def if_it_fits(variant: str) -> JobResult:
         """Return what is beside the plan: often a plan is made because that does not fit."""
         try:
             return job(variant)
         except OutOfMemoryProblem as error:
-            warnings.append(f"{what} ran out of memory: {error}")
+            warnings.append(f"{TOLD[variant]} ran out of memory: {error}")
             return JobResult(figures=RunFigures(), environment={})
 
-    verification, provenance = None, provenance_of(settings.device)
+    provenance, results = provenance_of(settings.device), {} if known is None else known
+    wanted = [v for v in (EAGER, KEEP_ALL) if v not in results]
     if settings.steps and provenance != REHEARSED:  # where nothing is computed
-        progress(f"Verifying {settings.steps} steps against the untouched model ...")
-        verification = if_it_fits(VERIFY, "the verification, which takes two models at once,").verification
-    results = {} if known is None else known
-    for variant, label in ((EAGER, "eager"), (KEEP_ALL, "save-all")):
-        if variant in results:
+        wanted.insert(0, VERIFY)
+    for variant in counted([*wanted, PLAN], TOLD.__getitem__, progress):
+        if variant != PLAN:
+            results[variant] = if_it_fits(variant)
             continue
-        progress(f"Measuring {label} on {settings.device} ...")
-        results[variant] = if_it_fits(variant, f"{label}, which is not measured,")
-    progress(f"Measuring the plan on {settings.device} ...")
-    try:
-        of_plan = job(PLAN, beside=results[KEEP_ALL].figures.peak_allocated_bytes is not None)
-    except OutOfMemoryProblem:  # maybe save-all's step fits in a process of its own alone
-        of_plan = job(PLAN)
+        try:
+            of_plan = job(PLAN, beside=results[KEEP_ALL].figures.peak_allocated_bytes is not None)
+        except OutOfMemoryProblem:  # maybe save-all's step fits in a process of its own alone
+            of_plan = job(PLAN)
+    done = results.pop(VERIFY, None)  # of this plan alone
+    verification = done and done.verification
     environment = of_plan.environment
     told = other_threads(plan.meta, environment)
     if told:

@@ -21,6 +21,7 @@ from tracer.precision.policy import scaler_tensors
 from tracer.step.loop import TrainingStep, run_step
 from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
+from traces.progress import counted
 from traces.records.measurement import Verification
 from traces.records.plan import APPROXIMATE, EXACT, Plan
 
@@ -164,7 +165,7 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
     largest = dict.fromkeys(("loss", "gradients", "buffers"), 0.0)
     relative = error = 0.0
     losses = []
-    for k in range(steps):
+    for k in counted(range(steps), str):
         left, right = a.run(), b.run()
         losses.append(float(left.detach()))
         pairs = [("loss", "", left.detach(), right.detach())]

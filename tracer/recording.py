@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,15 +13,12 @@ from tracer.record.step import trace_step
 from tracer.step.step import BuildStep
 from traces.devices import Device, board_of
 from traces.devices import device as device_entry
+from traces.progress import Say, silent
 from traces.provenance import rehearsing
 from traces.records.trace import Trace
 
-Say = Callable[[str], None]  # told what happens, a line each time
 
-
-def record_fake(
-    build: BuildStep, target: Device, say: Say = lambda text: None, *, device: str = "cpu"
-) -> Trace:
+def record_fake(build: BuildStep, target: Device, say: Say = silent, *, device: str = "cpu") -> Trace:
     """A trace from fake tensors, its ops' times by the target's roofline, their bytes by what they return. `device`: of
     the tensors; anything but "cpu" needs a build of torch for it."""
     trace = trace_step(build, target, device=device).trace
@@ -34,7 +30,7 @@ def record_real(
     build: BuildStep,
     target: Device,
     device: str,
-    say: Say = lambda text: None,
+    say: Say = silent,
     *,
     rounds: int = 5,
     warmup: int = 2,

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import click
 
+from traces import progress
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.files import check_writable
 
@@ -45,10 +47,39 @@ CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def echo(text: str, *, err: bool = False) -> None:
     """A text on stdout or stderr; characters that the terminal would obey, or cannot show, stand there as escapes."""
-    stream = sys.stderr if err else sys.stdout
+    progress.clear()
+    click.echo(_plain(text, sys.stderr if err else sys.stdout), err=err)
+    progress.show()
+
+
+def _plain(text: str, stream: Any) -> str:
     shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
     code = getattr(stream, "encoding", None) or "utf-8"
-    click.echo(shown.encode(code, "backslashreplace").decode(code), err=err)
+    return shown.encode(code, "backslashreplace").decode(code)
+
+
+class Bar:
+    """How far work is, in the last line of the terminal that is stderr, by click's bar."""
+
+    PARTS: Final = 1000  # that are told apart
+    made: Any = None
+
+    def __call__(self, share: float | None, text: str) -> bool:
+        line = ""
+        if share is not None:
+            if self.made is None or self.made.pos > self.PARTS * share:  # it is other work
+                how: Any = {"width": 24, "bar_template": "[%(bar)s] %(info)s  %(label)s"}
+                self.made = click.progressbar(length=self.PARTS, file=sys.stderr, **how)
+            self.made.label = text
+            self.made.make_step(int(self.PARTS * share) - self.made.pos)
+            shown = _plain(self.made.format_progress_line(), sys.stderr)
+            line = shown[: shutil.get_terminal_size().columns - 1]
+        if self.made is not None:
+            click.echo(f"\r\x1b[K{line}", err=True, nl=False)
+        return share is not None
+
+
+BAR: Final = Bar()
 
 
 class Refused(click.ClickException):
@@ -75,6 +106,8 @@ def _as_messages() -> Iterator[None]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise Refused(f"{where}{error.strerror or error}; name another path.", 2) from None
+    finally:
+        progress.shown_by(None)
 
 
 class DefaultGroup(click.Group):
@@ -203,11 +236,12 @@ class Output:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        """What is logged inside is told too."""
+        """What is logged inside is told too, and how far the work is."""
         logger = logging.getLogger("lowtide")
         logger.setLevel(logging.INFO)
         logger.propagate = False
         logger.handlers = [] if self.quiet else [_Told()]
+        progress.shown_by(BAR if not self.quiet and sys.stderr.isatty() else None)
 
     def say(self, line: str) -> None:
         """A line of progress, on stderr."""

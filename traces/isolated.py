@@ -1,27 +1,39 @@
 """Call a function in a fresh Python process: JSON in on stdin, JSON out on stdout, and deaths explained.
 
 `run_fresh` is the side that waits, `serve` the side that works (`python -m traces.isolated MODULE:FUNCTION`). The
-model's own code may print what it likes: the answer is the line that begins with `ANSWER`.
+model's own code may print what it likes: the answer stands in a line that begins with `TOLD`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 from traces import errors
 from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem, is_out_of_memory
 from traces.processes import ending_with_this
+from traces.progress import clear, counting, shown_by
 
-ANSWER: Final = "lowtide answer: "  # begins the line with the result
+TOLD: Final = "lowtide told: "  # begins a line of ours: what is told (one of the words below), and that
+ANSWER, SHARE, ENDED = (
+    "answer",
+    "share",
+    "ended",
+)  # the result, how much is done, the exit code of what was forked
 KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
+# Of this thread: what its fresh processes have imported, and by environment what they are forked from, until when.
+_origins: ContextVar[Any] = ContextVar("_origins", default=None)
 
 
 def run_fresh(
@@ -59,29 +71,46 @@ def run_fresh(
         **(overriding or {}),
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "traces.isolated", function],
-        input=json.dumps(arguments),
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-        **ending_with_this(),
-    )
+    lines, told = list[str](), dict[str, Any]({ANSWER: None, SHARE: 0.0, ENDED: None})
+    with ExitStack() as alone, counting(1) as done:
+        modules, kept, begun = _origins.get() or ((), alone, dict[str, Any]())
+        key = json.dumps(env, sort_keys=True)  # of which a library reads some as it is loaded
+        if key not in begun:
+            begun[key] = kept.enter_context(_process(modules or [function], env))
+        process, said = begun[key]
+        before = said.seek(0, os.SEEK_END)
+        with suppress(BrokenPipeError):  # it has died, as is told below
+            process.stdin.write(json.dumps([function, arguments]) + "\n")
+            process.stdin.flush()
+            if not modules:
+                process.stdin.close()  # whose end the user's code may wait for
+        for line in process.stdout:
+            if not line.startswith(TOLD):
+                lines.append(line)
+                continue
+            word, value = json.loads(line.removeprefix(TOLD))
+            told[word], before_that = value, told[word]
+            if word == SHARE:
+                done(value - before_that)
+            if word == ENDED:
+                break
+        code = process.wait() if told[ENDED] is None else told[ENDED]
+        said.seek(before)
+        stderr = said.read().decode(errors="replace")
     if shown:
-        sys.stderr.write(done.stderr)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-    if not lines:
-        _, stack, end = (done.stderr or done.stdout).strip().rpartition("(most recent call first):\n")
+        clear()
+        sys.stderr.write(stderr)
+    data: dict[str, Any] | None = told[ANSWER]
+    if data is None:
+        _, stack, end = (stderr or "".join(lines)).strip().rpartition("(most recent call first):\n")
         tail = " / ".join(end.splitlines()[:3] if stack else end.splitlines()[-3:])[:600]
-        killed = done.returncode in KILLED
+        killed = code in KILLED
         kind = OutOfMemoryProblem if killed else EnvironmentProblem
         raise kind(
-            f"the process that {what} ended with code {done.returncode} and no result"
+            f"the process that {what} ended with code {code} and no result"
             + (" (killed: out of memory?)" if killed else "")
             + (f": {tail}" if tail else ".")
         )
-    data: dict[str, Any] = json.loads(lines[-1].removeprefix(ANSWER))
     if "error" in data:
         if data.get("out_of_memory"):
             raise OutOfMemoryProblem(str(data["error"]))
@@ -92,10 +121,70 @@ def run_fresh(
     return data
 
 
-def serve(function: str) -> None:
-    """Call the function with the arguments on stdin; print its answer, or the error if a user can cause it."""
+@contextmanager
+def _process(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Any]:
+    """A process that serves a function, or forks from modules, and the file of what it says; it ends with the body."""
+    with (
+        TemporaryFile() as said,
+        subprocess.Popen(
+            [sys.executable, "-m", "traces.isolated", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            encoding="utf-8",
+            errors="replace",
+            env=env,
+            **ending_with_this(),
+        ) as process,
+    ):
+        try:
+            yield process, said
+        finally:
+            process.kill()
+
+
+@contextmanager
+def prepared(*modules: str) -> Iterator[None]:
+    """In the body, fresh processes are forked from one that has imported these modules and done nothing else: no
+    thread, no allocator and no GPU has begun there, so that figures are a new process's. Counts: Linux, this thread.
+    Ignores: other systems, where each process imports for itself."""
+    if sys.platform != "linux" or _origins.get() is not None:
+        yield
+        return
+    with ExitStack() as stack:
+        token = _origins.set((modules, stack, {}))
+        try:
+            yield
+        finally:
+            _origins.reset(token)
+
+
+def fork(modules: Sequence[str]) -> None:
+    """Import modules, then fork a process for each call that comes in on stdin, and say how it ended."""
+    for module in modules:
+        with suppress(Exception):  # which is told where the module is used
+            import_module(module)
+    gc.freeze()  # so that a search for garbage copies none of it
+    for call in sys.stdin:
+        if not os.fork():
+            ending_with_this()["preexec_fn"]()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            serve(call)
+            return
+        tell(os.waitstatus_to_exitcode(os.wait()[1]), ENDED)
+
+
+def serve(call: str) -> None:
+    """Call the function with its arguments; print its answer, or the error if a user can cause it."""
     warnings.simplefilter("ignore")
-    arguments = json.loads(sys.stdin.read())
+    function, arguments = json.loads(call)
+
+    def draw(share: float | None, text: str) -> bool:
+        if share is not None:
+            tell(share, SHARE)
+        return False
+
+    shown_by(draw)
     try:
         module, _, name = function.partition(":")
         answer = getattr(import_module(module), name)(**arguments)
@@ -107,10 +196,10 @@ def serve(function: str) -> None:
     tell(answer)
 
 
-def tell(answer: Mapping[str, Any]) -> None:
-    """Give the answer of this process, which may end at once then."""
+def tell(value: Any, word: str = ANSWER) -> None:
+    """Give the answer of this process, which may end at once then, or what else it tells."""
     out = sys.__stdout__ or sys.stdout
-    out.write(f"\n{ANSWER}{json.dumps(answer)}\n")
+    out.write(f"\n{TOLD}{json.dumps([word, value])}\n")
     out.flush()  # before whatever the interpreter's end may break
 
 
@@ -126,4 +215,4 @@ def error_json(error: Exception) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.stdin.readline()) if ":" in sys.argv[1] else fork(sys.argv[1:])

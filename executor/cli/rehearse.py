@@ -17,6 +17,7 @@ from simulator.show.tables import table
 from traces.commands import Grouped, Output, OutputFile, answer_options, step_options
 from traces.devices import NETWORK_GBIT_PER_S, Links, device
 from traces.errors import OutOfMemoryProblem, SpecError
+from traces.progress import counted, counting
 from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:
@@ -157,8 +158,10 @@ def rehearse(
     if output:
         raise SpecError("-o writes a plan, which --budget makes.")
     found = []
-    for job, number in jobs:
-        out.say(f"Rehearsing {model} on {gpu}{f', rank {number} of {job.ranks}' if job else ''} ...")
+    told = f"rehearsing {model} on {gpu}"
+    for job, number in counted(
+        jobs, lambda of: f"{told}, rank {of[1]} of {of[0].ranks}" if of[0] else told, out.say
+    ):
         file = snapshot
         if snapshot and job and len(jobs) > 1:
             file = snapshot.with_stem(f"{snapshot.stem}-{number}-of-{job.ranks}")
@@ -182,15 +185,22 @@ def _within_budget(
     budget: str, links: Links, output: Path | None, run: Any, job: Job | None, number: int, out: Output
 ) -> None:
     """`execute rehearse --budget`: find a plan and write it."""
-    from executor.rehearsed.budget import plan_within
+    from executor.rehearsed.budget import MOST_PLANS, plan_within
     from tracer.rehearsal.run import LARGE_BYTES
 
     large = replace(links.gpu, memory_bytes=LARGE_BYTES)
     check_budget(budget)
     one = partial(run, large)
     twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
-    more = partial(one, job=twice, rank=number) if twice else None
-    found = plan_within(budget, partial(one, job=job, rank=number), more, links, out.say)
+    with counting(MOST_PLANS + 3) as done:
+
+        def rehearsed(of: Job | None = job, **how: Any) -> Rehearsal:
+            found: Rehearsal = one(job=of, rank=number, **how)
+            done()
+            return found
+
+        more = partial(rehearsed, twice) if twice else None
+        found = plan_within(budget, rehearsed, more, links, out.say)
     if output and found.plans:
         found.plans.save(output)
     out.show(found.to_json, lambda: _budget_in_words(found, output))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.backend import REPLAN, Compiler, Say, check_parts, on_stderr
+from executor.backend import REPLAN, Compiler, check_parts, on_stderr
 from executor.training.module import bare, compiler_of, install
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
@@ -20,6 +20,7 @@ from tracer.precision.policy import ambient
 from tracer.recording import record_fake
 from traces.devices import board_of
 from traces.devices import device as device_entry
+from traces.progress import Say
 from traces.provenance import alloc_conf
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 
-from executor.backend import Say
 from executor.training.module import apply_plan, remove_plan
 from simulator.core.problem import Problem
 from simulator.levers import LEVERS
@@ -19,6 +18,7 @@ from tracer.step.loop import run_step
 from tracer.step.loop_options import BEFORE
 from tracer.step.step import BuildStep
 from traces.errors import SpecError
+from traces.progress import Say, counted, silent
 from traces.records.gradient_errors import GradientErrors, Part
 from traces.records.plan import APPROXIMATE, Plan
 from traces.records.trace import Trace
@@ -72,7 +72,7 @@ def gradient_errors(
     made: Trace,
     kinds: Sequence[str] = LOSSY,
     device: str = "cpu",
-    say: Say = lambda line: None,
+    say: Say = silent,
 ) -> GradientErrors:
     """By how much each approximate format changes the gradient of one step, of which `made` is the trace, on the user's
     batch, by parts of the values that it can hold, each alone. The untouched step must fit. Raises SpecError if a kind
@@ -81,11 +81,10 @@ def gradient_errors(
     if unknown := [k for k in kinds if k not in LOSSY]:
         raise SpecError(f"{unknown[0]} changes no gradient by an error; there are {', '.join(LOSSY)}.")
     step, problem, found = _Step(build, device), Problem(made), []
-    for kind in kinds:
-        for part in parts(list(LEVERS[kind].offer(problem))):
-            error = step.error(Plan(meta=made.meta, rewrites=part, exactness=APPROXIMATE))
-            found.append(Part(kind=kind, storages=tuple(r.storage for r in part), error=error))
-            say(f"{kind}, {len(part)} values: {error:.2e}")
+    offered = [(kind, part) for kind in kinds for part in parts(list(LEVERS[kind].offer(problem)))]
+    for kind, part in counted(offered, lambda of: f"{of[0]}, {len(of[1])} values", say):
+        error = step.error(Plan(meta=made.meta, rewrites=part, exactness=APPROXIMATE))
+        found.append(Part(kind=kind, storages=tuple(r.storage for r in part), error=error))
     return GradientErrors(fingerprint=made.meta.graph_fingerprint, parts=tuple(found))
 
 

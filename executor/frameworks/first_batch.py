@@ -15,13 +15,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from executor.backend import REPLAN, Compiler, Say, check_parts, on_stderr
+from executor.backend import REPLAN, Compiler, check_parts, on_stderr
 from executor.fitting.fit import plan_step
 from executor.training.module import STATE, compiler_of, install, remove_plan
 from simulator.core.limits import DEFAULTS
 from tracer.step.batch import SplitBatch, loss_in_outputs
 from tracer.torch_api import pytree
 from traces.errors import SpecError
+from traces.progress import Say
 from traces.records.plan import RESERVED
 
 

@@ -67,6 +67,8 @@ DEVICE: Final = (
                  help="Memory of the device that the CUDA context takes (assumed: 512MiB)."),
     ALLOC_CONF,
 )  # fmt: skip
+DASK: Final = click.option("--dask", default="", metavar="ADDRESS",
+                           help="Work on the workers of this Dask scheduler, which have the same files.")  # fmt: skip
 TRACE_WORDS: Final = click.argument(
     "trace_words", metavar="[OPTIONS OF trace]...", nargs=-1, type=click.UNPROCESSED
 )

@@ -14,6 +14,7 @@ from simulator.cli.options import (
     ALLOC_CONF,
     BUDGET,
     BUDGET_OF,
+    DASK,
     DEVICE,
     LEVERS,
     PLANNER,
@@ -71,10 +72,6 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
 
     found = pareto(trace_name, points, name=trace_name, progress=out.say, **words)
     show(out, found)
-
-
-DASK = click.option("--dask", default="", metavar="ADDRESS",
-                    help="Trace on the workers of this Dask scheduler, which have the same files.")  # fmt: skip
 
 
 @click.command("sweep", context_settings={"ignore_unknown_options": True})

@@ -47,6 +47,7 @@ from traces.records.store import check_fingerprints, load
 from traces.records.trace import MOST, Trace, TraceMeta
 
 if TYPE_CHECKING:
+    from traces.progress import Say
     from traces.records.gradient_errors import GradientErrors
 
 DEVICE: Final = "device"  # the budget that is the device's memory
@@ -192,13 +193,6 @@ def _named_device(device: Device | None, words: Words) -> Callable[[str | None],
     return of
 
 
-Say = Callable[[str], None]  # is told one line about each thing that is done
-
-
-def silent(line: str) -> None:
-    """Tell nobody."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The question about one trace, and the plan that was found, or the refusal."""
@@ -321,7 +315,7 @@ def ask(
     question: Question,
     *,
     name: str = "",
-    say: Say = silent,
+    say: Say = lambda line: None,
     refusals: tuple[type[LowtideError], ...] = (BudgetError,),
 ) -> Answer:
     """Answer a question about a trace of that name; `refusals`: which errors of a planner are an answer. Raises
@@ -432,7 +426,7 @@ def plan(
     budget: Budget | None,
     *,
     device: Device | None = None,
-    progress: Say = silent,
+    progress: Say = lambda line: None,
     **words: Unpack[Words],
 ) -> Plan:
     """Find what to recompute so that the step's peak stays within a budget, at the least added time.

@@ -9,11 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.prediction.ask import Say
 from simulator.show.tables import Cell, no, table, yes
 from simulator.studies.max_batch import RANKS, MaxBatch, Probe, max_batch
 from simulator.studies.rows import Study
 from traces.model_spec import short_name
+from traces.progress import Say, counted
 from traces.records.plan import RESERVED
 from traces.units import show_bytes, show_percent
 
@@ -66,7 +66,7 @@ def capacity(
 
     asked = [*product(gpus, ranks)]
     with ThreadPoolExecutor(len(asked) if words.get("dask") else 1) as pool:  # planning has one machine
-        found = list(pool.map(of, asked))
+        found = list(counted(pool.map(of, asked), lambda _: "answered", progress, len(asked)))
     first = found[0].data
     short = f"{first['model']}: what fits {', '.join(gpus)}"
     price = first["budget_overhead_percent"]

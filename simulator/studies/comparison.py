@@ -8,11 +8,12 @@ from typing import Final, Unpack
 
 from simulator.bounds import bounder_of
 from simulator.planners import REGISTRY, find
-from simulator.prediction.ask import Budget, Device, Say, Source, Words, ask, problem_of, question, silent
+from simulator.prediction.ask import Budget, Device, Source, Words, ask, problem_of, question
 from simulator.prediction.step import predict, text, warnings_of
 from simulator.show.tables import Cell, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import LowtideError
+from traces.progress import Say, counted, silent
 from traces.records.plan import ALLOCATED
 from traces.units import show_bytes, show_time
 
@@ -55,8 +56,10 @@ def compare(
     saved = predict(problem, asks.setting(problem.trace.meta))
     limit, _ = asks.limit(saved)
     assert limit is not None
-    questions = (replace(asks, planner=planner) for planner in chosen)
-    rows = [row_of(ask(problem, one, say=progress, refusals=(LowtideError,))) for one in questions]
+    rows = [
+        row_of(ask(problem, replace(asks, planner=planner), refusals=(LowtideError,)))
+        for planner in counted(chosen, lambda planner: f"planning with {planner}", progress)
+    ]
     bound, kept = bounder_of(problem).bound(limit), saved.saved
     told, best = bound.to_json(), next((row for row in ranked(rows) if row.feasible), None)
     found = "no plan" if best is None else f"{best.planner} {best.overhead_percent:+.2f} %"

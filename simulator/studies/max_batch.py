@@ -16,13 +16,14 @@ from typing import Any, Final, Unpack
 
 from simulator.allocator.device import CPU, DeviceMemory, kind_of
 from simulator.core.problem import Problem
-from simulator.prediction.ask import DEVICE, Device, Question, Say, Words, ask, completed, question, silent
+from simulator.prediction.ask import DEVICE, Device, Question, Words, ask, completed, question
 from simulator.prediction.levers import lower_bound
 from simulator.prediction.step import UNTOUCHED, Prediction, predict, provenance, texts, untouched_fit
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Study, columns
 from simulator.studies.tracing import Traced, between, of_one_structure
 from traces.errors import SpecError
+from traces.progress import Say, silent
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, RESERVED

@@ -19,18 +19,17 @@ from simulator.prediction.ask import (
     Answer,
     Device,
     Question,
-    Say,
     Source,
     Words,
     ask,
     problem_of,
     question,
-    silent,
 )
 from simulator.prediction.step import text, warnings_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
 from traces.errors import SpecError
+from traces.progress import Say, counted, silent
 from traces.records.plan import ALLOCATED, Plan
 from traces.units import GIB, show_bytes, show_percent, show_time
 
@@ -75,8 +74,7 @@ def pareto(
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
     share = replace(asks.limits, seconds=2 * asks.limits.seconds / len(budgets))
     made: dict[int, Answer] = {}
-    for k, budget in enumerate(budgets, 1):
-        progress(f"budget {k} of {len(budgets)}: {budget} bytes")
+    for budget in counted(budgets, lambda budget: f"a budget of {show_bytes(budget)}", progress):
         made[budget] = ask(problem, replace(asks, budget=budget, limits=share), refusals=(Infeasible,))
     picks = cheapest(made)
     bound = bounder_of(problem).bound

@@ -21,11 +21,11 @@ from simulator.allocator.reserved import reserved_over
 from simulator.core.limits import MOST_BYTES
 from simulator.core.problem import Problem, Replay
 from simulator.levers import rewritten_problem
-from simulator.prediction.ask import Say
 from simulator.prediction.step import Prediction
 from simulator.studies.tracing import of_one_structure, run_command
 from traces.errors import PlanError, SpecError, TraceError
 from traces.model_spec import IN_HAND, is_build_function
+from traces.progress import Say
 from traces.records.plan import RESERVED
 from traces.records.store import load
 from traces.records.trace import Trace, TraceMeta

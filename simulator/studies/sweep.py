@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from simulator.core.problem import Problem, peak_by_category
-from simulator.prediction.ask import Question, Say, ask
+from simulator.prediction.ask import Question, ask
 from simulator.prediction.step import texts
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.rows import columns
 from simulator.studies.tracing import Traced
 from traces.errors import TraceError
 from traces.files import Form, JsonRecord
+from traces.progress import Say, counted
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED
 from traces.records.trace import PARAMETER, Trace
@@ -108,8 +109,8 @@ def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: S
     """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`. Raises
     LowtideError: one could not be traced; where no plan fits there is a row."""
     rows, options, target = [], {}, ""
-    for batch_size, trace in zip(batch_sizes, traced.each(batch_sizes, say), strict=True):
-        say(f"batch {batch_size}: planning with {question.planner_name}")
+    traces = dict(zip(batch_sizes, traced.each(batch_sizes, say), strict=True))
+    for batch_size, trace in counted(traces.items(), lambda item: f"planning batch {item[0]}", say):
         rows.append(_row(traced, question, trace, batch_size))
         options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}
         target = trace.meta.target

@@ -19,11 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.prediction.ask import Say
 from traces.errors import EnvironmentProblem, LowtideError, TraceError
 from traces.files import canonical_json, write_text
 from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
+from traces.progress import Say, counted
 from traces.records.store import load
 from traces.records.trace import Trace, Untouched, as_named
 
@@ -91,9 +91,9 @@ class Traced:
         """Have `run_command` do each of some jobs, so many at a time."""
         if jobs:
             say(f"{', '.join(what for _, what, *_ in jobs)}: to be {done}")
-            with self._pool(at_once) as pool:
-                for _ in pool.map(run_command, *zip(*jobs, strict=True)):
-                    say(done)
+            with workers(self.dask, at_once) as pool:
+                answers = pool.map(run_command, *zip(*jobs, strict=True))
+                list(counted(answers, lambda _: done, say, len(jobs)))
 
     def _job(self, sizes: list[int]) -> tuple[list[str], str]:
         """The words for one `trace` of one size or two, and what it is."""
@@ -109,23 +109,25 @@ class Traced:
             "--force",
         ], f"batch {' and '.join(map(str, sizes))}"
 
-    @contextmanager
-    def _pool(self, at_once: int) -> Iterator[Executor]:
-        """What runs commands: threads that wait for processes of this machine, or the workers of a Dask cluster."""
-        if not self.dask:
-            with ThreadPoolExecutor(at_once) as pool:
-                yield pool
-            return
-        try:
-            distributed: Any = import_module("distributed")
-        except ImportError:
-            raise EnvironmentProblem("--dask needs Dask: `pip install 'lowtide[dask]'`.") from None
-        try:
-            client = distributed.Client(self.dask, timeout=WAIT_S)
-        except (OSError, ValueError) as error:
-            raise EnvironmentProblem(f"--dask {self.dask}: no scheduler answers there ({error}).") from None
-        with client, client.get_executor(pure=False) as pool:
+
+@contextmanager
+def workers(dask: str, at_once: int) -> Iterator[Executor]:
+    """What runs commands or a campaign's cases: threads that wait for processes of this machine, or the workers of the
+    Dask cluster whose scheduler has that address."""
+    if not dask:
+        with ThreadPoolExecutor(at_once) as pool:
             yield pool
+        return
+    try:
+        distributed: Any = import_module("distributed")
+    except ImportError:
+        raise EnvironmentProblem("--dask needs Dask: `pip install 'lowtide[dask]'`.") from None
+    try:
+        client = distributed.Client(dask, timeout=WAIT_S)
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"--dask {dask}: no scheduler answers there ({error}).") from None
+    with client, client.get_executor(pure=False) as pool:
+        yield pool
 
 
 def of_one_structure(a: Trace, b: Trace) -> bool:

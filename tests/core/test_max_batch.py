@@ -18,12 +18,12 @@ from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.prediction.ask import Say
 from simulator.studies.max_batch import MaxBatch, max_batch
 from simulator.studies.tracing import Traced, between
 from tests import tiny
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError
+from traces.progress import Say
 from traces.records.plan import Plan
 from traces.records.trace import Trace, Untouched
 

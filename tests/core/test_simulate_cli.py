@@ -14,13 +14,14 @@ from click.testing import Result
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, plan_with
-from simulator.prediction.ask import Question, silent
+from simulator.prediction.ask import Question
 from simulator.studies import tracing
 from simulator.studies.sweep import Sweep, sweep
 from tests.commands import simulate
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
 from traces.errors import LowtideError
+from traces.progress import silent
 from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
 from traces.records.store import load, save

@@ -19,6 +19,7 @@ from traces.commands import (
     step_options,
 )
 from traces.model_spec import short_name
+from traces.progress import counted
 from traces.shapes import Shapes, in_words, label
 from traces.units import show_bytes, show_time
 
@@ -126,8 +127,7 @@ def record_shapes(
     for name in sizes[0]:
         if options[name] is not None:
             raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
-    for k, (shape, place) in enumerate(zip(sizes, places, strict=True), start=1):
-        out.say(f"{k} of {len(sizes)}: {in_words(shape)}")
+    for shape, place in counted(list(zip(sizes, places, strict=True)), lambda of: in_words(of[0]), out.say):
         with stdout_free(out.as_json):
             record = unwrap(api.trace)(model, **{**options, **shape})
         store.save(record, place, force=force)

@@ -29,6 +29,7 @@ from tracer.precision.policy import start_low
 from tracer.record.assemble import Draft
 from tracer.step.step import BuildStep
 from traces.errors import TraceError
+from traces.progress import Say, counted, silent
 from traces.provenance import alloc_conf, rehearsing
 from traces.records.trace import VIEW
 from traces.units import show_time
@@ -51,7 +52,7 @@ def measure(
     *,
     rounds: int = 5,
     warmup: int = 2,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = silent,
 ) -> Measured:
     """Times and allocations of a step that was recorded on fake tensors of the same device. In a rehearsal nothing is
     timed. `rounds`: timed ones, of which each op's median counts.
@@ -80,13 +81,13 @@ def measure(
     if rehearsed:
         times = [cost.time_ns for cost in draft.priced]
     else:
-        for _ in range(max(warmup, 1)):
-            _whole_ns(runner)
         found, wholes = list[list[int]](), list[int]()
-        for k in range(rounds):
+        for k in counted(range(-max(warmup, 1), rounds), lambda k: "warming up" if k < 0 else "timing", say):
+            if k < 0:
+                _whole_ns(runner)
+                continue
             found.append(one(on_cuda if cuda else timed_on_cpu).times_ns)
             wholes.append(_whole_ns(runner))
-            say(f"Round {k + 1} of {rounds} is done.")
         _warn_if_busy([sum(x) for x in found], say)
         medians = [round(statistics.median(column)) for column in zip(*found, strict=True)]
         times = with_the_rest(medians, flags, int(statistics.median(wholes)))

@@ -28,6 +28,7 @@ from tracer.step.step import BuildStep, load_spec
 from tracer.torch_api import FakeTensorMode, replaced
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.files import replacing, to_json
+from traces.progress import counted
 
 
 def do(
@@ -133,7 +134,7 @@ def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None
     with FakeTensorMode():
         torch.empty(1, device="cuda")
     watch.begin()
-    for _ in range(iterations):
+    for _ in counted(range(iterations), str):
         run_step(step, model, step.optimizer)
         watch.end()
 
