@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
-from executor.measuring import JobResult
-from executor.plans import Settings, measure_plan
+from executor.measuring import EAGER, KEEP_ALL, JobResult
+from executor.plans import PREPARED, Settings, measure_plan
 from simulator.core.limits import check_budget
 from simulator.planners import DEFAULT, REGISTRY
 from simulator.prediction import ask as api
+from simulator.studies.tracing import workers
+from tracer.step.step import check_device
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
 from traces.files import Form, JsonRecord, canonical_json, from_json, to_json
-from traces.isolated import run_fresh
+from traces.isolated import prepared, run_fresh
 from traces.model_spec import short_name, split_reference
+from traces.progress import Say, counted, counting, silent
 from traces.provenance import REHEARSED
 from traces.records import store
 from traces.records.measurement import Measurement
@@ -41,15 +46,13 @@ class Case:
     planner: str = "save-all"
 
     @property
-    def step(self) -> str:
-        """`resnet50 b8 px64 amp bfloat16`."""
-        marks = {k: SHORT.get(k, f"{k.replace('_', '-')} ") for k in sorted(self.options)}
-        return " ".join([short_name(self.model), *(f"{mark}{self.options[k]}" for k, mark in marks.items())])
-
-    @property
     def label(self) -> str:
-        """The case in a line."""
-        return f"{self.step} save-all" if self.budget == NONE else f"{self.step} {self.budget} {self.planner}"
+        """The case in a line: `resnet50 b8 px64 amp bfloat16 60% search`."""
+        marks = {k: SHORT.get(k, f"{k.replace('_', '-')} ") for k in sorted(self.options)}
+        plan = "save-all" if self.budget == NONE else f"{self.budget} {self.planner}"
+        return " ".join(
+            [short_name(self.model), *(f"{mark}{self.options[k]}" for k, mark in marks.items()), plan]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +132,6 @@ DONE, ABSENT, INFEASIBLE, OUT_OF_MEMORY = "measured", "rehearsed", "infeasible",
 NOT_EQUAL, FAILED = "verification failed", "failed"
 BOOK: Final = "campaign.json"
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -168,29 +169,84 @@ def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[s
     return {}
 
 
-def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say) -> Book:
+def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say, dask: str = "") -> Book:
     """Run cases; returns the book, which had no records, with their results. They also stand in `campaign.json` in the
-    directory, each as it is made. Raises EnvironmentProblem if there is no such device, TraceError if the directory
-    holds something already.
-    """
-    from tracer.step.step import check_device
+    directory, each as it is made, and those that stand there already are not run again, except what failed.
 
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise TraceError(f"{root}: holds something already; give a new directory with -o.")
-    check_device(book.method.device)
-    book = replace(book, asked=len(cases))
-    steps = {step: root / "traces" / str(k) for k, step in enumerate(dict.fromkeys(c.step for c in cases))}
-    known: dict[str, dict[str, JobResult]] = {step: {} for step in steps}  # eager and save-all
-    for number, case in enumerate(cases, 1):
-        say(f"[{number}/{len(cases)}] {case.label}")
-        plan = root / "plans" / f"{number}.json"
-        found = _result(
-            case, book.method, steps[case.step], known[case.step], plan, lambda s: say(f"    {s}")
-        )
-        say(f"    {found.status}{': ' + found.message if found.message else ''}")
-        book = replace(book, records=(*book.records, found))
+    Args:
+        dask: the address of a Dask scheduler on whose workers the cases run, those of one step one after another; "":
+            on this machine.
+
+    Raises:
+        EnvironmentProblem: there is no such device here, or no scheduler; TraceError: the directory holds something
+            else, or another campaign.
+    """
+    order = {_name(case): number for number, case in enumerate(cases, 1)}
+    root = root.absolute() if dask else root
+    book = replace(book, asked=len(cases), records=_done_before(book, root, order))
+    done = {_name(r.case) for r in book.records}
+    todo = {order[_name(case)]: case for case in cases if _name(case) not in done}
+    if todo and not dask:
+        check_device(book.method.device)
+    book.save(root / BOOK)
+    for found in _on_workers(todo, book, root, dask) if dask else run_cases(todo, book, root, say):
+        say(f"{found.case.label}: {found.status}{': ' + found.message if found.message else ''}")
+        records = sorted((*book.records, found), key=lambda r: order[_name(r.case)])
+        book = replace(book, records=tuple(records))
         book.save(root / BOOK)
     return book
+
+
+def _name(case: Case) -> str:
+    return canonical_json(to_json(case))
+
+
+def _trace(case: Case, root: Path) -> Path:
+    """Where the trace of a case's step is."""
+    step = _name(replace(case, budget=NONE, planner=""))
+    return root / "traces" / sha256(step.encode()).hexdigest()[:8]
+
+
+def _done_before(book: Book, root: Path, order: Mapping[str, int]) -> tuple[Result, ...]:
+    """The results in a directory that holds this campaign; none in a new one."""
+    if (root / BOOK).is_file():
+        before = Book.load(root / BOOK)
+        if before.method == book.method and all(_name(r.case) in order for r in before.records):
+            return tuple(r for r in before.records if r.status != FAILED)
+    elif not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return ()
+    raise TraceError(f"{root}: holds something else already; give a new directory with -o.")
+
+
+def _on_workers(cases: Mapping[int, Case], book: Book, root: Path, dask: str) -> Iterator[Result]:
+    """What comes out of cases on the workers of a Dask cluster, as it comes; those of a step go to one worker."""
+    steps: dict[Path, dict[int, Case]] = {}
+    for number, case in cases.items():
+        steps.setdefault(_trace(case, root), {})[number] = case
+    with counting(len(cases)) as done, workers(dask, 0) as pool:
+        for future in as_completed([pool.submit(all_of, of, book, root) for of in steps.values()]):
+            for found in future.result():
+                done()
+                yield found
+
+
+def all_of(cases: Mapping[int, Case], book: Book, root: Path) -> list[Result]:
+    """What comes out of cases, for a worker."""
+    return list(run_cases(cases, book, root, silent))
+
+
+def run_cases(cases: Mapping[int, Case], book: Book, root: Path, say: Say) -> Iterator[Result]:
+    """What comes out of cases, by their numbers, one after another. Eager and save-all are measured once a step."""
+    results = list(book.records)
+    with prepared(*PREPARED):
+        for number, case in counted(cases.items(), lambda item: item[1].label, say):
+            step, known = _trace(case, root), dict[str, JobResult]()
+            for m in (r.measurement for r in results if r.measurement and _trace(r.case, root) == step):
+                of = (EAGER, m.eager), (KEEP_ALL, m.keep_all)
+                known = {k: JobResult(figures=v, environment=dict(m.environment)) for k, v in of}
+            plan = root / "plans" / f"{number}.json"
+            results.append(_result(case, book.method, step, known, plan, lambda s: say(f"    {s}")))
+            yield results[-1]
 
 
 def _result(
@@ -198,15 +254,17 @@ def _result(
 ) -> Result:
     """Return what comes out of a case, also where it is an error: what `measure_plan` finds, after the step's trace was
     recorded in a process of its own."""
+    stages = counted(("the step's trace", "a plan", "by the plan"), str, say)
     try:
+        next(stages)
         if not trace.exists():
-            say("recording the step")
             given = {"case": to_json(case), "method": to_json(method), "path": str(trace)}
             run_fresh("executor.campaign.run:record", given, what="recorded the step")
-        say("planning")
+        next(stages)
         made = api.plan(trace, None if case.budget == NONE else case.budget, planner=case.planner)
         how = {k: getattr(method, k) for k in ("device", "memory_steps", "warmup", "runs")}
         settings = Settings(steps=method.verify_steps, **how)
+        next(stages)
         m = measure_plan(made, made.save(plan), settings, say, known)
     except LowtideError as error:
         kinds = {BudgetError: INFEASIBLE, OutOfMemoryProblem: OUT_OF_MEMORY, LowtideError: FAILED}

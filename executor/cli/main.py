@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from executor.cli.rehearse import rehearse
+from simulator.cli.options import DASK
 from traces import commands
 from traces.commands import Grouped, Output, OutputFile, echo, output_options, stdout_free
 from traces.provenance import refuse_page
@@ -200,12 +201,13 @@ def errors(
     help="Directory of the result (default: campaign-NAME).",
 )
 @click.option("--device", help="Run on cpu or cuda, instead of what the file says.")
+@DASK
 @output_options
-def campaign(cases: str, output: Path | None, device: str | None, out: Output) -> None:
+def campaign(cases: str, output: Path | None, device: str | None, dask: str, out: Output) -> None:
     """Predict, run and measure every case of CASES, and report how wrong the predictions were.
 
     CASES is a TOML file of cases, or `cpu`, `gpu` or `gpu-quick` for one of those that come with Lowtide. A case that
-    does not fit, or that no plan fits, is a result.
+    does not fit, or that no plan fits, is a result. A campaign that was stopped goes on where its directory says.
 
     Exit code 1: a planned step did not compute what the untouched model computes. 2: a case failed.
     """
@@ -218,7 +220,7 @@ def campaign(cases: str, output: Path | None, device: str | None, out: Output) -
         refuse_page()
     method, asked = load_cases(cases)
     book = Book(name=Path(cases).stem, method=replace(method, device=device or method.device))
-    book = run_campaign(book, asked, output or Path(f"campaign-{book.name}"), out.say)
+    book = run_campaign(book, asked, output or Path(f"campaign-{book.name}"), out.say, dask)
     if out.report is not None:
         page.write_campaign(out.report, book)
     out.show(lambda: page.answer(book), lambda: page.summary(book))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from executor.measuring import JobResult
 from executor.plans import Settings
 from tests import tiny
 from traces.errors import LowtideError, OutOfMemoryProblem, SpecError, TraceError
+from traces.progress import silent
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
 
+CASE = Case(model="bert-tiny")
 CHAIN = tiny.chain(2)  # of 20 bytes; a plan can do with 16
 TWO_MODELS = """
 [campaign]
@@ -142,13 +144,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(run, "run_fresh", made.fresh)
     monkeypatch.setattr(run, "measure_plan", made.measure)
-    monkeypatch.setattr("tracer.step.step.check_device", lambda device: None)
+    monkeypatch.setattr(run, "check_device", lambda device: None)
     return made
 
 
 def go(tmp_path: Path) -> Book:
     method, asked = load_cases(str(cases(tmp_path, TWO_MODELS)))
-    return run_campaign(Book(name="cases", method=method), asked, tmp_path / "c", lambda line: None)
+    return run_campaign(Book(name="cases", method=method), asked, tmp_path / "c", silent)
 
 
 def test_cases_of_one_step_share_its_trace_and_eager(tmp_path: Path, machine: Machine) -> None:
@@ -162,8 +164,21 @@ def test_cases_of_one_step_share_its_trace_and_eager(tmp_path: Path, machine: Ma
     assert planned.measurement.budget_bytes == 18
     assert "No plan can stay" in refused.message
     assert Book.load(tmp_path / "c" / "campaign.json") == book
-    with pytest.raises(TraceError, match="holds something already"):
+    assert go(tmp_path) == book  # nothing is left to do
+    assert machine.done == ["trace", "save-all", "plan"] * 2
+    with pytest.raises(TraceError, match="holds something else already"):
+        run_campaign(replace(book, method=Method(runs=8)), [CASE], tmp_path / "c", silent)
+    (tmp_path / "c" / "campaign.json").unlink()
+    with pytest.raises(TraceError, match="holds something else already"):
         go(tmp_path)
+
+
+def test_two_functions_of_one_file_are_two_steps(tmp_path: Path, machine: Machine) -> None:
+    method, asked = load_cases(
+        str(cases(tmp_path, '[[case]]\nmodel = ["net.py:a", "net.py:b"]\nbudget = "90%"\n'))
+    )
+    run_campaign(Book(name="cases", method=method), asked, tmp_path / "c", silent)
+    assert machine.done == ["trace", "plan"] * 2
 
 
 def test_what_fails_is_a_record_and_what_does_not_fit_an_answer(tmp_path: Path, machine: Machine) -> None:
@@ -178,6 +193,13 @@ def test_a_stopped_campaign_keeps_what_it_measured(tmp_path: Path, machine: Mach
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path)
     assert len(Book.load(tmp_path / "c" / "campaign.json").records) == 1
+    machine.fails, machine.done = {"t5-tiny": LowtideError("broken")}, []
+    assert [r.status for r in go(tmp_path).records] == ["measured", "measured", "infeasible", *["failed"] * 3]
+    assert machine.done == ["plan", "trace", "trace", "trace"]  # with the trace and eager's figures of before
+    machine.fails = {}
+    book = go(tmp_path)  # what failed is tried again
+    assert [r.status for r in book.records] == ["measured", "measured", "infeasible"] * 2
+    assert {m.environment["times"] for r in book.records[:3] if (m := r.measurement)} == {"2"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

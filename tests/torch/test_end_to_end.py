@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from executor.campaign.run import BOOK, DONE, FAILED, NONE, Book, Case, Method, run_campaign
 from executor.cli.main import execute
 from simulator.cli.main import main as simulate
+from tests.torch import small_nets
 from tracer.cli.main import trace
 
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
@@ -131,3 +133,31 @@ def test_a_campaign_of_a_tiny_model_is_predicted_to_the_byte(
     assert peaks[1] <= planned["measurement"]["budget_bytes"]
     assert "No plan can stay" in refused["message"]
     assert "measured on CPU" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_two_workers_measure_a_campaign_and_one_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed")
+    method = Method(rounds=1, verify_steps=1, memory_steps=2, runs=1)
+    asked = [
+        *(
+            Case(model=f"{small_nets.__file__}:{net}", budget=budget)
+            for net in ("mlp", "residual")
+            for budget in (NONE, "99%")
+        ),
+        Case(model="no_such_model"),
+    ]
+    said: list[str] = []
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        for some in (asked[:1], asked):
+            book = run_campaign(
+                Book(name="c", method=method), some, tmp_path / "c", said.append, cluster.scheduler_address
+            )
+    assert [r.case for r in book.records] == asked
+    assert [r.status for r in book.records[::2]] == [DONE, DONE, FAILED]
+    assert len(said) == 5  # no case was measured twice
+    for record in book.records[:-1]:
+        if (m := record.measurement) is not None:
+            assert m.bit_equal
+            assert m.measured.peak_allocated_bytes == m.predicted.peak_allocated_bytes
+    assert Book.load(tmp_path / "c" / BOOK) == book
