@@ -89,9 +89,9 @@ def run_fresh(
                 lines.append(line)
                 continue
             word, value = json.loads(line.removeprefix(TOLD))
-            told[word], before_that = value, told[word]
             if word == SHARE:
-                done(value - before_that)
+                done(value - told[SHARE])
+            told[word] = value
             if word == ENDED:
                 break
         code = process.wait() if told[ENDED] is None else told[ENDED]

@@ -101,13 +101,8 @@ class Traced:
         words = ["--batch-size", str(low), "-o", str(self.path(low))]
         if low < high:
             words = ["--shapes", f"batch-size={low}:{high}:{high - low}", "-o", str(self.path(low).parent)]
-        return [
-            "tracer",
-            self.model,
-            *self.words,
-            *words,
-            "--force",
-        ], f"batch {' and '.join(map(str, sizes))}"
+        command = ["tracer", self.model, *self.words, *words, "--force"]
+        return command, f"batch {' and '.join(map(str, sizes))}"
 
 
 @contextmanager
