@@ -253,6 +253,10 @@ def communicators() -> None:
         )
         dist.all_to_all_single(taken, given)
         assert taken.tolist() == [7] * ranks
+        length = torch.tensor([9], device="cuda")
+        lengths = [torch.zeros_like(length) for _ in range(ranks)]
+        dist.all_gather(lengths, length)
+        assert max(n.item() for n in lengths) == 9
         optimizer.step()
 
 
