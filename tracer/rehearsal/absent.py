@@ -40,22 +40,10 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: A
         driver: the null driver, which is told how many ranks a communicator has where NCCL asks the others.
     """
     rendezvous = import_module("torch.distributed.rendezvous")  # the package has a function of that name
-    kept: dict[str, bytes] = {}
-    own = Objects(rank, words)
-
-    class Shared(Answering):
-        def __init__(self, host_name: str = "", port: int = 0, *_: Any, **__: Any) -> None:
-            super().__init__(kept, rank, ranks, words)
-            self.host, self.port = host_name, port
-
-    exchanges = {
-        name: getattr(own, name)
-        for name in (
-            "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-            "recv_object_list", "monitored_barrier",
-        )
-    }  # fmt: skip
-    tensors = Tensors(rank, words, driver)
+    known = {"_kept": {}, "_rank": rank, "_ranks": ranks, "_words": words}
+    stores = dict.fromkeys(("TCPStore", "FileStore"), type("Shared", (Answering,), known))
+    own, tensors = Objects(rank, words), Tensors(rank, words, driver)
+    exchanges = {name: getattr(own, name) for name in vars(Objects) if not name.startswith("_")}
     exchanges |= {name: tensors.telling(getattr(c10d, name)) for name in ("broadcast", "isend", "irecv")}
 
     def start(function: Callable[..., Any], args: Sequence[Any] = (), *_: Any, **__: Any) -> None:
@@ -71,9 +59,9 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: A
     split = _telling_sizes(dist.ProcessGroup.split_group, lambda _, ranks, *__: len(ranks), driver)
     with ExitStack() as around:
         for owner, values in (
-            (dist, {"TCPStore": Shared, "FileStore": Shared, **exchanges}),
+            (dist, {**stores, **exchanges}),
             (dist.ProcessGroup, {"split_group": split}),
-            (rendezvous, {"TCPStore": Shared, "FileStore": Shared}),
+            (rendezvous, stores),
             (c10d, {"ProcessGroupGloo": _on_cpus, "_new_process_group_helper": make, **exchanges}),
             (mp, {"spawn": start, "start_processes": start}),
         ):
@@ -102,9 +90,14 @@ _ALIVE: Final[list[Any]] = []
 class Answering(dist.Store):
     """Keys and values of this process, and by rule those of the ranks that are not there."""
 
-    def __init__(self, kept: dict[str, bytes], rank: int, ranks: int, words: Words) -> None:
+    _kept: dict[str, bytes]
+    _rank: int
+    _ranks: int
+    _words: Words
+
+    def __init__(self, host_name: str = "", port: int = 0, *_: Any, **__: Any) -> None:
         super().__init__()
-        self._kept, self._rank, self._ranks, self._words = kept, rank, ranks, words
+        self.host, self.port = host_name, port
         _ALIVE.append(self)  # C++ holds no reference to the object in Python
 
     def set(self, key: str, value: Any) -> None:
