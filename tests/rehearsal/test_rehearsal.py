@@ -18,6 +18,7 @@ from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import untouched_peaks
 from tests.commands import python
 from tracer import trace
+from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MASK, MISSING
 from tracer.rehearsal.run import rehearse
 from traces.errors import LowtideError, SpecError
@@ -201,9 +202,9 @@ def test_a_script_without_steps_and_one_that_fails_are_refused(
     reads += "if torch.zeros(3, device='cuda').sum() == 0: raise ValueError('my own mistake')\n"
     with pytest.raises(
         LowtideError,
-        match=r"ValueError at train.py:3 .*my own mistake.*reads of the GPU's values: train",
+        match=r"ValueError at train.py:3 .*my own mistake.*reads of the GPU's values: train.*were taken",
     ):
-        rehearse(script(tmp_path, reads), "h100")
+        rehearse(script(tmp_path, reads), "h100", job=Job(ranks=2))
     assert "before" in capsys.readouterr().err
 
 

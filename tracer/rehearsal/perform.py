@@ -83,7 +83,7 @@ def do(
     except LowtideError:
         raise
     except BaseException as error:  # of which torch's own of checkpoints is one
-        raise explained(error, model if script else "", watch.reads()) from error
+        raise explained(error, model if script else "", watch.reads(), ranks) from error
     if not watch.iterations and not out_of_memory:
         raise SpecError(
             f"{model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a build "
@@ -157,16 +157,19 @@ def _script(model: str, arguments: Sequence[str], watch: Watch, *, module: bool 
             raise SpecError(f"{model} ended with {stop.code!r} before an optimizer made a step.") from None
 
 
-def explained(error: BaseException, script: str = "", reads: Sequence[str] = ()) -> BaseException:
+def explained(
+    error: BaseException, script: str = "", reads: Sequence[str] = (), ranks: int = 1
+) -> BaseException:
     """An error with what the null driver lacks or reads were told, which may be the cause; a script's by its line."""
     lacking = names(null_driver().null_missing_names())
-    text = " ".join(str(error).split())[:600]
+    text = " ".join(str(error).split())[:1200]
     if lacking:
         return EnvironmentProblem(
             f"the step asks CUDA for what the null driver has not ({', '.join(lacking)}), and ended with: {text}. "
             "Rehearse a step without it, or measure on a GPU."
         )
     told = f" The rehearsal had answered reads of the GPU's values: {'; '.join(reads)}." if reads else ""
+    told += " The ranks that are not there were taken to hold what this one holds." if ranks > 1 else ""
     if not script:
         error.add_note(told.strip())
         return error
