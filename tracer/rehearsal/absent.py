@@ -265,7 +265,9 @@ class Tensors:
             ctypes.memmove(at, self._words.hear(giver, word, what), tensor.nbytes)
         else:
             number = self._words.later(giver, word, what, at)
-            self._driver.null_told(ctypes.c_void_p(at), ctypes.c_size_t(tensor.nbytes), number)
+            self._driver.null_told(
+                ctypes.c_void_p(at), bytes(tensor.nbytes), ctypes.c_size_t(tensor.nbytes), number
+            )
 
 
 def _global_rank(src: int | None, group_src: int | None, group: Any) -> int:

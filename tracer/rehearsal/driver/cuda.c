@@ -369,8 +369,7 @@ int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) {
 
 // ---- copies: what the host reads is told to be --------------------------------------------------------------------
 
-// What the host wrote is known until a kernel runs, which may change anything.
-// A `message` is what another rank gave, which Python hears from that rank if the host reads it.
+// What the host wrote is known until a kernel runs; what another rank gave in a `message`, Python hears if the host reads it.
 typedef struct Known { uint64_t at; size_t size; int message; struct Known *next; char data[]; } Known;
 static Known *known;
 static size_t known_bytes;
@@ -405,8 +404,7 @@ void null_write(void *to, const void *data, size_t size) {
     known_bytes += size;
   }
 }
-void null_told(void *at, size_t size, int message) {
-  char nothing[KEPT];
+void null_told(void *at, const void *nothing, size_t size, int message) {
   LOCKED(lock);
   null_write(at, nothing, size);
   known->message = message;
@@ -425,8 +423,7 @@ static void answer(void *to, const void *from, size_t size) {
   if (found > 0) return;
   const char *kernel = name_of(last_kernel);  // any() is a reduction by "or", of one value a copy as bool
   int byte = size == 1 && !strstr(kernel, "or_kernel_cuda") && !strstr(kernel, "direct_copy_kernel_cuda");
-  byte = on_read ? on_read(size, byte, to, from, -found) : byte;
-  if (byte >= 0) memset(to, byte, size);
+  if (!on_read || (byte = on_read(size, byte, to, from, -found)) >= 0) memset(to, byte, size);
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
   __sync_add_and_fetch(&tickets, 1);
@@ -476,9 +473,8 @@ typedef struct { unsigned x, y, z; } Dim3;
 static int launched(const void *kernel, void **args) {
   last_kernel = kernel;
   // What fills (void of a number of elements, a FillFunctor and a pointer) changes nothing else; an element has 16 bytes at most.
-  const char *name = known ? name_of(kernel) : "", *fills = strstr(name, "FillFunctor");
-  if (fills && !(strstr(fills, "St5arrayIPcLm1EE") && strstr(fills, "EEviT0_T1_"))) fills = 0;
-  if (fills) null_write(*(void **)args[2], 0, 16ull * *(int *)args[0]);
+  const char *fills = known ? strstr(name_of(kernel), "FillFunctor") : 0;
+  if (fills && strstr(fills, "St5arrayIPcLm1EE") && strstr(fills, "EEviT0_T1_")) null_write(*(void **)args[2], 0, 16ull * *(int *)args[0]);
   else if (known) null_write(0, 0, SIZE_MAX);
   __sync_add_and_fetch(&tickets, 1);
   return OK;

@@ -32,8 +32,7 @@ static int made_on(int device, Comm **out, int ranks, int rank) {
   comms = c;
   return OK;
 }
-static int made(Comm **out, int ranks, int rank) { return made_on(-1, out, ranks, rank); }
-static int gone(Comm *c) {
+int ncclCommDestroy(Comm *c) {
   if (!c || c->died) return OK;
   LOCKED(lock);
   c->died = ++changes;
@@ -60,9 +59,9 @@ int ncclGetUniqueId(UniqueId *id) {
   return OK;
 }
 int ncclCommGetUniqueId(Comm *c, UniqueId *id) { return ncclGetUniqueId(id); }
-int ncclCommInitRank(Comm **c, int n, UniqueId id, int rank) { return made(c, n, rank); }
-int ncclCommInitRankConfig(Comm **c, int n, UniqueId id, int rank, void *config) { return made(c, n, rank); }
-int ncclCommInitRankScalable(Comm **c, int n, int rank, int ids, UniqueId *id, void *config) { return made(c, n, rank); }
+int ncclCommInitRank(Comm **c, int n, UniqueId id, int rank) { return made_on(-1, c, n, rank); }
+int ncclCommInitRankConfig(Comm **c, int n, UniqueId id, int rank, void *config) { return made_on(-1, c, n, rank); }
+int ncclCommInitRankScalable(Comm **c, int n, int rank, int ids, UniqueId *id, void *config) { return made_on(-1, c, n, rank); }
 int ncclCommInitAll(Comm **c, int n, const int *devices) {
   for (int k = 0; k < n; k++) made_on(devices ? devices[k] : k, &c[k], n, k);
   return OK;
@@ -71,26 +70,21 @@ int ncclCommSplit(Comm *c, int color, int key, Comm **out, void *config) {
   *out = 0;
   if (color == NO_COLOR) return OK;
   if (!split_ranks) null_missing("ncclCommSplit into ranks that nobody told");
-  return made(out, split_ranks ? split_ranks : c->ranks, key);
+  return made_on(-1, out, split_ranks ? split_ranks : c->ranks, key);
 }
 int ncclCommShrink(Comm *c, int *without, int count, Comm **out, void *config, int flags) {
   int before = 0;
   for (int k = 0; k < count; k++) before += without[k] < c->rank;
-  return made(out, c->ranks - count, c->rank - before);
+  return made_on(-1, out, c->ranks - count, c->rank - before);
 }
-int ncclCommGrow(Comm *c, int n, const UniqueId *id, int rank, Comm **out, void *config) { return made(out, n, c ? c->rank : rank); }
-int ncclCommDestroy(Comm *c) { return gone(c); }
-int ncclCommAbort(Comm *c) { return gone(c); }
+int ncclCommGrow(Comm *c, int n, const UniqueId *id, int rank, Comm **out, void *config) { return made_on(-1, out, n, c ? c->rank : rank); }
+int ncclCommAbort(Comm *c) { return ncclCommDestroy(c); }
 int ncclCommCount(const Comm *c, int *n) {
   *n = c->ranks;
   return OK;
 }
 int ncclCommUserRank(const Comm *c, int *rank) {
   *rank = c->rank;
-  return OK;
-}
-int ncclCommCuDevice(const Comm *c, int *device) {
-  *device = c->device;
   return OK;
 }
 int ncclCommGetAsyncError(Comm *c, int *error) { return *error = OK; }
