@@ -21,7 +21,6 @@ from executor.measuring import (
 )
 from tracer.step.step import check_device
 from traces.errors import OutOfMemoryProblem
-from traces.isolated import prepared
 from traces.progress import Say, counted
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures, Verification
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-PREPARED: Final = ("executor.verifying", "tracer.recording")  # what the processes need that measure
 TOLD: Final = {
     VERIFY: "verifying against the untouched model",
     EAGER: "measuring eager",
@@ -42,7 +40,6 @@ TOLD: Final = {
 }
 
 
-@prepared(*PREPARED)
 def measure_plan(
     plan: Plan,
     path: Path,

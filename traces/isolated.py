@@ -6,15 +6,13 @@ model's own code may print what it likes: the answer stands in a line that begin
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -26,14 +24,8 @@ from traces.processes import ending_with_this
 from traces.progress import clear, counting, shown_by
 
 TOLD: Final = "lowtide told: "  # begins a line of ours: what is told (one of the words below), and that
-ANSWER, SHARE, ENDED = (
-    "answer",
-    "share",
-    "ended",
-)  # the result, how much is done, the exit code of what was forked
+ANSWER, SHARE = "answer", "share"  # the result, how much is done
 KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
-# Of this thread: what its fresh processes have imported, and by environment what they are forked from, until when.
-_origins: ContextVar[Any] = ContextVar("_origins", default=None)
 
 
 def run_fresh(
@@ -71,31 +63,39 @@ def run_fresh(
         **(overriding or {}),
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    lines, told = list[str](), dict[str, Any]({ANSWER: None, SHARE: 0.0, ENDED: None})
-    with ExitStack() as alone, counting(1) as done:
-        modules, kept, begun = _origins.get() or ((), alone, dict[str, Any]())
-        key = json.dumps(env, sort_keys=True)  # of which a library reads some as it is loaded
-        if key not in begun:
-            begun[key] = kept.enter_context(_process(modules or [function], env))
-        process, said = begun[key]
-        before = said.seek(0, os.SEEK_END)
-        with suppress(BrokenPipeError):  # it has died, as is told below
-            process.stdin.write(json.dumps([function, arguments]) + "\n")
-            process.stdin.flush()
-            if not modules:
-                process.stdin.close()  # whose end the user's code may wait for
-        for line in process.stdout:
-            if not line.startswith(TOLD):
-                lines.append(line)
-                continue
-            word, value = json.loads(line.removeprefix(TOLD))
-            if word == SHARE:
-                done(value - told[SHARE])
-            told[word] = value
-            if word == ENDED:
-                break
-        code = process.wait() if told[ENDED] is None else told[ENDED]
-        said.seek(before)
+    lines, told = list[str](), dict[str, Any]({ANSWER: None, SHARE: 0.0})
+    with (
+        TemporaryFile() as said,
+        counting(1) as done,
+        subprocess.Popen(
+            [sys.executable, "-m", "traces.isolated", function],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            encoding="utf-8",
+            errors="replace",
+            env=env,
+            **ending_with_this(),
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(BrokenPipeError):  # it has died, as is told below
+                process.stdin.write(json.dumps(arguments))
+                process.stdin.close()
+            for line in process.stdout:
+                if not line.startswith(TOLD):
+                    lines.append(line)
+                    continue
+                word, value = json.loads(line.removeprefix(TOLD))
+                if word == SHARE:
+                    done(value - told[SHARE])
+                told[word] = value
+            code = process.wait()
+        finally:
+            process.kill()
+        said.seek(0)
         stderr = said.read().decode(errors="replace")
     if shown:
         clear()
@@ -121,63 +121,10 @@ def run_fresh(
     return data
 
 
-@contextmanager
-def _process(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Any]:
-    """A process that serves a function, or forks from modules, and the file of what it says; it ends with the body."""
-    with (
-        TemporaryFile() as said,
-        subprocess.Popen(
-            [sys.executable, "-m", "traces.isolated", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            encoding="utf-8",
-            errors="replace",
-            env=env,
-            **ending_with_this(),
-        ) as process,
-    ):
-        try:
-            yield process, said
-        finally:
-            process.kill()
-
-
-@contextmanager
-def prepared(*modules: str) -> Iterator[None]:
-    """In the body, fresh processes are forked from one that has imported these modules and done nothing else: no
-    thread, no allocator and no GPU has begun there, so that figures are a new process's. Counts: Linux, this thread.
-    Ignores: other systems, where each process imports for itself."""
-    if sys.platform != "linux" or _origins.get() is not None:
-        yield
-        return
-    with ExitStack() as stack:
-        token = _origins.set((modules, stack, {}))
-        try:
-            yield
-        finally:
-            _origins.reset(token)
-
-
-def fork(modules: Sequence[str]) -> None:
-    """Import modules, then fork a process for each call that comes in on stdin, and say how it ended."""
-    for module in modules:
-        with suppress(Exception):  # which is told where the module is used
-            import_module(module)
-    gc.freeze()  # so that a search for garbage copies none of it
-    for call in sys.stdin:
-        if not os.fork():
-            ending_with_this()["preexec_fn"]()
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            serve(call)
-            return
-        tell(os.waitstatus_to_exitcode(os.wait()[1]), ENDED)
-
-
-def serve(call: str) -> None:
-    """Call the function with its arguments; print its answer, or the error if a user can cause it."""
+def serve(function: str) -> None:
+    """Call the function with the arguments on stdin; print its answer, or the error if a user can cause it."""
     warnings.simplefilter("ignore")
-    function, arguments = json.loads(call)
+    arguments = json.loads(sys.stdin.read())
 
     def draw(share: float | None, text: str) -> bool:
         if share is not None:
@@ -215,4 +162,4 @@ def error_json(error: Exception) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin.readline()) if ":" in sys.argv[1] else fork(sys.argv[1:])
+    serve(sys.argv[1])

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 
 from executor.measuring import EAGER, KEEP_ALL, JobResult
-from executor.plans import PREPARED, Settings, measure_plan
+from executor.plans import Settings, measure_plan
 from simulator.core.limits import check_budget
 from simulator.planners import DEFAULT, REGISTRY
 from simulator.prediction import ask as api
@@ -22,7 +22,7 @@ from simulator.studies.tracing import workers
 from tracer.step.step import check_device
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
 from traces.files import Form, JsonRecord, canonical_json, from_json, to_json
-from traces.isolated import prepared, run_fresh
+from traces.isolated import run_fresh
 from traces.model_spec import short_name, split_reference
 from traces.progress import Say, counted, counting, silent
 from traces.provenance import REHEARSED
@@ -238,15 +238,14 @@ def all_of(cases: Mapping[int, Case], book: Book, root: Path) -> list[Result]:
 def run_cases(cases: Mapping[int, Case], book: Book, root: Path, say: Say) -> Iterator[Result]:
     """What comes out of cases, by their numbers, one after another. Eager and save-all are measured once a step."""
     results = list(book.records)
-    with prepared(*PREPARED):
-        for number, case in counted(cases.items(), lambda item: item[1].label, say):
-            step, known = _trace(case, root), dict[str, JobResult]()
-            for m in (r.measurement for r in results if r.measurement and _trace(r.case, root) == step):
-                of = (EAGER, m.eager), (KEEP_ALL, m.keep_all)
-                known = {k: JobResult(figures=v, environment=dict(m.environment)) for k, v in of}
-            plan = root / "plans" / f"{number}.json"
-            results.append(_result(case, book.method, step, known, plan, lambda s: say(f"    {s}")))
-            yield results[-1]
+    for number, case in counted(cases.items(), lambda item: item[1].label, say):
+        step, known = _trace(case, root), dict[str, JobResult]()
+        for m in (r.measurement for r in results if r.measurement and _trace(r.case, root) == step):
+            of = (EAGER, m.eager), (KEEP_ALL, m.keep_all)
+            known = {k: JobResult(figures=v, environment=dict(m.environment)) for k, v in of}
+        plan = root / "plans" / f"{number}.json"
+        results.append(_result(case, book.method, step, known, plan, lambda s: say(f"    {s}")))
+        yield results[-1]
 
 
 def _result(

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from traces.errors import BudgetError, EnvironmentProblem, LowtideError, OutOfMemoryProblem, is_out_of_memory
-from traces.isolated import error_json, prepared, run_fresh
+from traces.isolated import error_json, run_fresh
 
 Run = Callable[..., dict[str, object]]
 
@@ -31,8 +30,8 @@ def do(value, limit_bytes=0):
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a killed command leaves its process")
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=LINUX)], ids=["started", "forked"])
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Run]:
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Make a module whose `do` has a body of the test's own, and run it on a value."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -40,8 +39,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         (tmp_path / "lowtide_served.py").write_text(SERVED.format(body=body))
         return run_fresh("lowtide_served:do", {"value": 7, **more}, what="did it")
 
-    with prepared("decimal") if request.param else nullcontext():
-        yield run
+    return run
 
 
 @pytest.mark.parametrize(
@@ -82,32 +80,9 @@ def test_errors_of_users_come_back_as_they_were(served: Run) -> None:
 
 
 @LINUX
-def test_forked_processes_share_imports_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lowtide_counted.py").write_text("import os, sys\nfirst, times = os.getpid(), 0")
-    (tmp_path / "lowtide_forked.py").write_text(
-        "import os\ndef do():\n    import lowtide_counted as c\n    c.times += 1\n"
-        "    return {'made': c.first, 'here': os.getpid(), 'times': c.times, 'word': os.environ.get('LOWTIDE_WORD')}"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with prepared("lowtide_counted", "lowtide_no_such_module"), prepared("decimal"):
-        one, two, other = (
-            run_fresh("lowtide_forked:do", {}, what="did it", environment=env)
-            for env in ({}, {}, {"LOWTIDE_WORD": "x"})
-        )
-    assert one["made"] == two["made"] != other["made"]  # imported again in another environment
-    assert len({one["made"], one["here"], two["here"], other["here"]}) == 4
-    assert (one["times"], two["times"]) == (1, 1)
-    assert (one["word"], other["word"]) == (None, "x")
-    assert not alive(int(str(one["made"])))
-
-
-@LINUX
-@pytest.mark.parametrize("forked", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_command_that_ends_leaves_no_process_behind(
-    tmp_path: Path, how: signal.Signals, forked: bool
+    served: Run, tmp_path: Path, how: signal.Signals
 ) -> None:
     note = tmp_path / "pids"
     sleeping = f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} '); import time; time.sleep(60)"
@@ -116,17 +91,13 @@ def test_a_command_that_ends_leaves_no_process_behind(
     code = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from contextlib import nullcontext
-from traces.isolated import prepared, run_fresh
-with prepared("decimal") if FORKED else nullcontext():
-    run_fresh("lowtide_sleeps:do", {}, what="slept")
+from traces.isolated import run_fresh
+run_fresh("lowtide_sleeps:do", {}, what="slept")
 """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, str(tmp_path)])
     command = subprocess.Popen(
-        [sys.executable, "-c", code.replace("FORKED", str(forked))],
-        env={**os.environ, "PYTHONPATH": path},
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL
     )
     while not note.exists() or not note.read_text():
         time.sleep(0.02)
