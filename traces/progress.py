@@ -17,9 +17,8 @@ def silent(line: str) -> None:
     """Tell nobody."""
 
 
-_levels: list[
-    list[Any]
-] = []  # of the work that is being done, the outermost first: steps, those done, a text
+# Of the work that is being done, the outermost first: steps, those done, a text.
+_levels: list[list[Any]] = []
 _draw: Draw | None = None
 
 
