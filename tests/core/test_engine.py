@@ -9,7 +9,7 @@ from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem, by_category, holdings, peak_by_category, run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
-from tests.tiny import bwd, chain, fwd, trace
+from tests.tiny import bwd, fwd, trace
 from traces.records.plan import Action
 from traces.records.trace import GRADIENT, OPTIMIZER_STATE, Trace
 
@@ -18,41 +18,11 @@ def peaks(of: Trace, *actions: Action) -> list[int]:
     return list(Problem(of).replay(actions).timeline.peak_bytes)
 
 
-def live(of: Trace, *actions: Action) -> list[int]:
-    return list(Problem(of).replay(actions).timeline.live_bytes)
-
-
-def test_outputs_are_allocated_before_inputs_are_released() -> None:
-    # w 100 stays; x 10; y 20 while x is still there; then x goes
-    of = trace([fwd({"x": 10}, "w"), fwd({"y": 20}, "x"), bwd({"g": 5}, "y")], {"w": 100})
-    assert peaks(of) == [110, 130, 125]
-    # y stays for backward; after g nothing needs y or g
-    assert live(of) == [110, 120, 100]
-
-
 def test_workspace_counts_while_the_op_runs_and_never_below_its_outputs() -> None:
     # 30 of scratch, then the output of 10, then the scratch goes: 40 at most
     of = trace([fwd({"x": 10}, "w", events=(30, 10, -30)), bwd({"g": 4}, "x", events=(4,))], {"w": 0})
     assert peaks(of) == [40, 14]
     assert Problem(of).transient_bytes == (40, 4)
-
-
-def test_recomputation_is_charged_with_all_that_its_chain_holds() -> None:
-    # w 1; x0, x1, x2 of 10; backward reads x2, x1, x0 and makes gradients of 10
-    of = chain(2, size=10, time_ns=3)
-    # w 10 resident: 20 30 40, g2 50, then x2 gone: 40+10, then x1 and g2 gone
-    assert peaks(of) == [20, 30, 40, 50, 50, 40]
-    x1, x2 = of.storages.name.index("x1"), of.storages.name.index("x2")
-    # x1 and x2 gone after forward: x0 and w are left (20); x1 rebuilt 30, x2 rebuilt 40, g2 50;
-    # x1 shared: after g2 x2 goes (w, x0, x1, g2 = 40), g1 50, then w, x0, g1 (30), g0 40
-    both = (Action(storage=x1), Action(storage=x2))
-    assert peaks(of, *both) == [20, 30, 40, 30, 40, 50, 50, 40]
-    # not shared: x1 goes as soon as x2 has been rebuilt (its last reader on behalf of g2): w, x0, x2 30, g2 40;
-    # then w, x0, g2 30: x1 again 40, g1 50, and w, x0, g1 30, g0 40
-    alone = (Action(storage=x1, retain=False), Action(storage=x2))
-    assert peaks(of, *alone) == [20, 30, 40, 30, 40, 40, 40, 50, 40]
-    assert Problem(of).replay(both).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 6
-    assert Problem(of).replay(alone).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 9
 
 
 def test_views_run_again_cost_no_time_and_are_not_counted() -> None:

@@ -97,18 +97,3 @@ def test_a_chain_through_an_op_that_may_not_run_again_is_an_error() -> None:
     state.saved[of.storages.name.index("y")] = 1
     with pytest.raises(PlanError, match="op 4 needs op 1 again"):
         evaluator.cost(state)
-
-
-def test_a_saved_value_may_be_evicted_and_comes_back() -> None:
-    of = trace(
-        [fwd({"x": 10}, "w"), bwd({"g": 1}, "x"), bwd({"h": 1}, "g"), bwd({"k": 1}, "h", "x")], {"w": 0}
-    )
-    evaluator = Evaluator(Problem(of))
-    state = evaluator.state()
-    before = evaluator.cost(state)
-    state.evictions[evaluator.position[1]] = (1,)
-    # x goes after g, which has it last before k, for which it is made again
-    assert evaluator.cost(state) == (before[0], before[1] + 1)
-    assert evaluate(evaluator, state).peaks == [10, 11, 2, 11, 12]
-    state.saved[1], state.retained[1] = 0, 1
-    assert evaluator.cost(state)[1] == before[1] + 2

@@ -102,24 +102,6 @@ def test_bytes_and_times_are_what_by_hand_they_are() -> None:
     assert line.step_time_ns == 9 * U  # ga waits for a
 
 
-def test_a_step_waits_for_copies_one_after_the_other() -> None:
-    t = step(u=U // 4)
-    both = tuple(
-        Rewrite(kind="offload", storage=storage(t, x), out_before="d", in_before="gb", bytes_per_s=RATE)
-        for x in "ab"
-    )
-    line = rewritten_problem(Problem(t), both).saved.timeline
-    # a is there at U/4 and out at 5/4 U, b then at 9/4 U, for which d waits from 3/4 U on: 6/4 U. d, gd and gc take 3/4
-    # U. Both begin to come in at 3 U; b, which gb reads, second if a was asked for first: gb waits for 2 U.
-    waits = {
-        line.op[k]: line.duration_ns[k] - U // 4 for k in range(len(line.op)) if line.duration_ns[k] > U // 4
-    }
-    ops = rewritten(t, both).ops.name
-    assert {ops[i]: ns + U // 4 for i, ns in waits.items()} == {
-        "a_out": 5 * U // 4 - 3 * (U // 4), "b_out": U, "gb": 2 * U + U // 4,
-    }  # fmt: skip
-
-
 def test_what_is_recomputed_takes_the_copy_that_came_in() -> None:
     """y is made of x without a product, and read in backward before x: x comes in before y is recomputed."""
     ops = [
@@ -141,12 +123,6 @@ def test_what_is_recomputed_takes_the_copy_that_came_in() -> None:
     names = [problem.trace.ops.name[i] for i in found.schedule.op]
     assert names[-7:] == ["x_reloaded", "x_prefetched", "gl", "y", "gz", "gy", "gx"]
     assert found.timeline.step_time_ns == t.time_ns + 1
-
-
-def test_on_a_cpu_each_copy_takes_its_time() -> None:
-    t = step()
-    made = rewritten_problem(Problem(replace(t, meta=replace(t.meta, device="cpu"))), all_hidden(t))
-    assert made.saved.timeline.step_time_ns == 8 * U + 4 * U
 
 
 def finished(t: Trace, schedule: Schedule) -> int:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from simulator.core.problem import Problem
-from simulator.planners import plan_with
 from tests.strategies import traces_with_actions
 from tests.tiny import chain
 from traces.errors import PlanError
@@ -35,22 +33,11 @@ def test_a_plan_comes_back_as_it_was(case: tuple[Trace, tuple[Action, ...]], tmp
     assert Plan.load(plan.save(tmp_path / "p.json")) == plan
 
 
-def test_the_same_plan_makes_the_same_bytes(tmp_path: Path) -> None:
-    of = chain(6)
-    first = plan_with("mu-two", Problem(of), 20).save(tmp_path / "a.json").read_bytes()
-    assert plan_with("mu-two", Problem(of), 20).save(tmp_path / "b.json").read_bytes() == first
-
-
 def test_labels_come_from_the_trace_in_storage_order() -> None:
     of = chain(2)
     first, second = label_actions(of, [Action(storage=2), Action(storage=1)])
     assert (first.storage, first.op, first.nbytes) == (1, "x0", 4)
     assert (second.storage, second.op) == (2, "x1")
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no such plan"):
-        Plan.load(tmp_path / "p.json")
 
 
 def changed(**values: Any) -> dict[str, Any]:

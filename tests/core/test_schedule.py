@@ -46,29 +46,6 @@ def test_a_recomputed_value_goes_after_forward_and_returns_just_before_its_reade
     assert "x1" in freed(of, action)[5]
 
 
-def diamond() -> Trace:
-    """a feeds b and c; backward reads c, b, a in turn, and a twice."""
-    return trace(
-        [
-            fwd({"a": 4}, "w"),
-            fwd({"b": 4}, "a"),
-            fwd({"c": 4}, "a", "b"),
-            bwd({"gc": 4}, "c"),
-            bwd({"gb": 4}, "gc", "b"),
-            bwd({"ga": 4}, "gb", "a"),
-            bwd({"gw": 4}, "ga", "a"),
-        ],
-        {"w": 4},
-    )
-
-
-def test_a_shared_value_is_rebuilt_once_for_all() -> None:
-    of = diamond()
-    actions = [Action(storage=storage(of, n)) for n in "abc"]
-    # c needs a and b; both stay for gb, ga and gw
-    assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc gb ga gw"
-
-
 def neighbours() -> Trace:
     """w 4 resident; a, b, c, d of 10 bytes, one made from the other in 5, 7, 11, 13 ns; backward reads dc, cb, ba."""
     forward = [
@@ -101,59 +78,6 @@ def test_a_saved_value_may_go_before_its_last_use_and_come_back() -> None:
     assert run(Problem(of), build(Problem(of), everything)).step_time_ns - of.time_ns == 36 + 23 + 12
 
 
-def skip() -> Trace:
-    """A long skip: x of 10 bytes is read first and last in forward, and in backward; p, q, r of 10 lie between."""
-    return trace(
-        [
-            fwd({"x": 10}, "w", time_ns=3),
-            fwd({"p": 10}, "x"),
-            fwd({"q": 10}, "p"),
-            fwd({"r": 10}, "q", "x"),
-            bwd({"g": 10}, "r", "x"),
-        ],
-        {"w": 4},
-    )
-
-
-def test_a_value_may_be_absent_between_two_uses_in_forward() -> None:
-    of = skip()
-    x, r = storage(of, "x"), storage(of, "r")
-    assert shown(of, Action(storage=x, recipe=SAVE, evict_after=(1,))) == "x p q x'[x] r g"
-    saved = build(Problem(of), [Action(storage=x, recipe=SAVE, evict_after=(1,))])
-    # x goes with p's op; q is made beside p alone: 24. x comes back beside q, is saved from then on, and r is made: 34.
-    assert run(Problem(of), saved).peak_bytes == (14, 24, 24, 24, 34, 34)
-    assert (saved.forward_steps, run(Problem(of), saved).step_time_ns) == (5, of.time_ns + 3)
-    assert run(Problem(of), build(Problem(of))).peak_bytes == (14, 24, 34, 34, 34)
-    # Not saved, it goes with r's op, its last of forward, and comes back for g.
-    assert shown(of, Action(storage=x, evict_after=(1,))) == "x p q x'[x] r x'[x] g"
-    # Saved and not retained, it goes as soon as the op that it came back for has run.
-    gone = Action(storage=x, recipe=SAVE, retain=False, evict_after=(1,))
-    assert shown(of, gone) == "x p q x'[x] r x'[x] g"
-    # What r needs again in backward is p and q, which are not saved, and the saved x.
-    both = [Action(storage=x, recipe=SAVE, evict_after=(1,)), Action(storage=r)]
-    assert shown(of, *both) == "x p q x'[x] r p' q'[q] r'[r] g".replace("p'", "p'[p]")
-
-
-def test_an_unsaved_value_does_not_stay_beyond_its_last_use_in_forward_for_a_rerun_there() -> None:
-    of = trace(
-        [
-            fwd({"a": 4}, "w"),
-            fwd({"b": 4}, "a"),
-            fwd({"c": 4}, "b"),
-            fwd({"d": 4}, "b", "c"),
-            bwd({"g": 4}, "d", "a"),
-        ],
-        {"w": 4},
-    )
-    a, b = storage(of, "a"), storage(of, "b")
-    # b is made again for d; its a went after b's own op, comes back for it, and goes once d has run, retained or not.
-    for retain in (True, False):
-        plan = [Action(storage=a, retain=retain), Action(storage=b, evict_after=(2,))]
-        assert shown(of, *plan) == "a b c a'[a] b'[b] d a'[a] g"
-    # Saved, a is simply there.
-    assert shown(of, Action(storage=b, evict_after=(2,))) == "a b c b'[b] d g"
-
-
 def test_an_eviction_in_forward_of_what_the_users_code_reads_is_refused() -> None:
     ops = [fwd({"x": 4}, "w"), fwd({"y": 4}, "x"), fwd({"l": 4}, "x", flags=EAGER), bwd({"g": 4}, "y", "x")]
     of = trace(ops, {"w": 4})
@@ -164,23 +88,6 @@ def test_an_eviction_in_forward_of_what_the_users_code_reads_is_refused() -> Non
     held = trace(ops[:2] + ops[3:], {"w": 4}, {"x": 1})
     with pytest.raises(PlanError, match="code outside the captured graph holds it beyond"):
         build(Problem(held), [Action(storage=x, recipe=SAVE, evict_after=(0,))])
-
-
-def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one() -> None:
-    of = trace(
-        [
-            fwd({"x": 4}, "w"),
-            fwd({}, "x", view="v"),
-            fwd({"y": 4}, "v"),
-            bwd({"g": 4}, "v"),
-            bwd({"h": 4}, "g", "v"),
-        ],
-        {"w": 4},
-    )
-    x = storage(of, "x")
-    assert shown(of) == "x v y g h"
-    assert shown(of, Action(storage=x)) == "x v y x'[x] v' g h"
-    assert shown(of, Action(storage=x, retain=False)) == "x v y x'[x] v' g x'[x] v' h"
 
 
 @pytest.mark.parametrize("flag", [RANDOM, MUTATES, COLLECTIVE, EFFECT, EAGER])

@@ -129,27 +129,11 @@ def test_an_existing_plan_is_replaced_only_by_force(
     assert Plan.load(output).planner == "search"
 
 
-def test_an_output_that_cannot_be_written(network: Path, tmp_path: Path) -> None:
-    assert "is a directory" in simulate(network, "--budget", "60%", "-o", tmp_path, "--force").stderr
-    (tmp_path / "file").write_text("")
-    for output in (tmp_path, tmp_path / "file" / "plan.json"):
-        result = simulate(network, "--budget", "60%", "-o", output)
-        assert result.exit_code == 2
-        no_traceback(result)
-
-
 def test_planners_are_listed() -> None:
     result = simulate("planners")
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.splitlines()] == list(REGISTRY)
     assert list(json.loads(simulate("planners", "--json").stdout)) == list(REGISTRY)
-
-
-def test_help_documents_the_main_form_and_the_commands() -> None:
-    text = simulate("--help").stdout
-    for part in ("TRACE", "--budget", "--planner", "--force", "sweep", "planners", "Exit code"):
-        assert part in text
-    assert "--batch-sizes" in simulate("sweep", "--help").stdout
 
 
 def test_help_that_cannot_be_written_is_no_traceback() -> None:
