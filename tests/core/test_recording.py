@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 
 from simulator.allocator.caching import Allocator, Block, Pool
-from simulator.allocator.replay import load_plain, peak_reserved
+from simulator.allocator.replay import load_plain
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
     OLDER_BLOCK,
     OLDER_SEGMENT,
-    AllocatorSettings,
     as_in,
     parse_alloc_conf,
 )
 from simulator.history.snapshot import recording_of
 from tests import recordings
-from tests.commands import simulate
 from traces.errors import TraceError
 
 MIB = 1 << 20
@@ -153,19 +151,6 @@ def test_a_history_that_begins_midway_is_known_as_such(before: str) -> None:
     )
 
 
-def test_text_that_no_terminal_can_show(tmp_path: Path) -> None:
-    """A lone surrogate, wherever it stands: a note, or a clear error."""
-    for place in ("PYTORCH_CUDA_ALLOC_CONF", "segment_type", "action", "new"):
-        p = Program()
-        p.malloc(MIB)
-        data = p.snapshot()
-        of = {"segment_type": data["segments"][0], "action": data["device_traces"][0][0]}
-        of.get(place, data["allocator_settings"])[place] = "max_split:\udc80"
-        result = simulate("why", str(write(tmp_path / "s.pickle", data)))
-        assert result.exit_code in (0, 2), (place, result.exception)
-        assert "Traceback" not in result.output
-
-
 def halves_and_whole() -> dict[str, Any]:
     """30 and 30 MiB are freed, then 60 are wanted: 120 MiB in fixed segments, 60 in one that grows."""
     p = Program()
@@ -175,13 +160,6 @@ def halves_and_whole() -> dict[str, Any]:
     p.free(0)
     p.malloc(60 * MIB)
     return p.snapshot()
-
-
-def test_what_if_with_expandable_segments() -> None:
-    recording = recording_of(halves_and_whole(), "made up")
-    assert not recording.midway
-    assert peak_reserved(recording, recording.settings) == 120 * MIB
-    assert peak_reserved(recording, AllocatorSettings(expandable_segments=True)) == 60 * MIB
 
 
 # Hostile and damaged files ----------------------------------------------------------------------------------------

@@ -78,6 +78,26 @@ def test_a_saved_value_may_go_before_its_last_use_and_come_back() -> None:
     assert run(Problem(of), build(Problem(of), everything)).step_time_ns - of.time_ns == 36 + 23 + 12
 
 
+def test_an_unsaved_value_does_not_stay_beyond_its_last_use_in_forward_for_a_rerun_there() -> None:
+    of = trace(
+        [
+            fwd({"a": 4}, "w"),
+            fwd({"b": 4}, "a"),
+            fwd({"c": 4}, "b"),
+            fwd({"d": 4}, "b", "c"),
+            bwd({"g": 4}, "d", "a"),
+        ],
+        {"w": 4},
+    )
+    a, b = storage(of, "a"), storage(of, "b")
+    # b is made again for d; its a went after b's own op, comes back for it, and goes once d has run, retained or not.
+    for retain in (True, False):
+        plan = [Action(storage=a, retain=retain), Action(storage=b, evict_after=(2,))]
+        assert shown(of, *plan) == "a b c a'[a] b'[b] d a'[a] g"
+    # Saved, a is simply there.
+    assert shown(of, Action(storage=b, evict_after=(2,))) == "a b c b'[b] d g"
+
+
 def test_an_eviction_in_forward_of_what_the_users_code_reads_is_refused() -> None:
     ops = [fwd({"x": 4}, "w"), fwd({"y": 4}, "x"), fwd({"l": 4}, "x", flags=EAGER), bwd({"g": 4}, "y", "x")]
     of = trace(ops, {"w": 4})

@@ -58,10 +58,13 @@ def test_help_has_what_most_people_use_first_and_each_option_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
-    [("par", "pareto"), ("bert-base --bud", "--budget"), ("sweep x --batch", "--batch-sizes")],
+    ("shell", "words", "found"),
+    [
+        ("bash", "par", "pareto"),
+        ("zsh", "bert-base --bud", "--budget"),
+        ("fish", "sweep x --batch", "--batch-sizes"),
+    ],
 )
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_words(shell: str, words: str, found: str) -> None:
     asked = {
         "_SIMULATE_COMPLETE": f"{shell}_complete", "COMP_WORDS": f"simulate {words}",

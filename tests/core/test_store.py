@@ -59,26 +59,6 @@ def test_a_trace_comes_back_as_it_was(of: object, tmp_path: Path) -> None:
     assert load(save(of, tmp_path / "t", force=True)) == of  # type: ignore[arg-type]
 
 
-def test_nothing_is_left_beside_a_saved_trace(stored: Path) -> None:
-    assert sorted(p.name for p in stored.iterdir()) == [OPS_FILE, STORAGES_FILE]
-    assert [p.name for p in stored.parent.iterdir()] == ["t"]
-
-
-def test_an_existing_trace_is_replaced_only_by_force(stored: Path) -> None:
-    with pytest.raises(TraceError, match="--force"):
-        save(chain(2), stored)
-    assert load(stored) == STORED
-    save(chain(2), stored, force=True)
-    assert load(stored) == chain(2)
-
-
-def test_a_directory_that_is_no_trace_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(TraceError, match="not a trace"):
-        save(STORED, tmp_path, force=True)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise OSError("disk full")

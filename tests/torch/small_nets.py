@@ -136,23 +136,6 @@ def branches() -> Built:
     return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def torchvision_family(family: str) -> Built:
-    """Two or four layers of a family whose published nets have dozens."""
-    from torchvision.models.densenet import DenseNet
-    from torchvision.models.maxvit import MaxVit
-    from torchvision.models.swin_transformer import SwinTransformer
-
-    model: nn.Module
-    if family == "densenet":
-        model = DenseNet(4, (2, 2), 8, num_classes=5)
-    elif family == "swin":
-        model = SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.2, num_classes=5)
-    else:
-        model = MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 4, 0.2, num_classes=5)
-    batch = torch.randn(2, 3, 32, 32), torch.randint(5, (2,))
-    return model, batch, functional.cross_entropy, None
-
-
 class Branching(nn.Module):
     """Looks at its data."""
 

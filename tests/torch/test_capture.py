@@ -16,8 +16,7 @@ from tests.torch.steps import build_of, program, recorded
 from tracer.capture.capture import capture
 from tracer.capture.passes.dropout import _scale, dropout_mask
 from tracer.record.eager import EagerRecorder
-from tracer.record.program import Program, is_random
-from tracer.record.step import capture_step
+from tracer.record.program import Program
 from tracer.step.step import load_spec
 from tracer.step.user_errors import blame
 from traces.errors import CaptureError
@@ -93,11 +92,6 @@ def test_a_frozen_parameter_has_no_gradient() -> None:
     ) == 0
 
 
-def test_an_argument_that_requires_a_gradient_gets_one() -> None:
-    p = program(nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True))
-    assert [g is not None for g in p.captured.argument_grads] == [True]
-
-
 def test_in_place_ops_become_functional_and_the_caller_s_tensor_is_safe() -> None:
     x = torch.randn(2, 3, 8, 8)
     before = x.clone()
@@ -159,12 +153,6 @@ def test_only_the_mask_of_a_dropout_is_random() -> None:
     random = [r.target for r in p.rows if r.flags & RANDOM]
     assert random == ["lowtide.dropout_mask.default"]
     assert "aten.native_dropout.default" not in targets(p)
-
-
-def test_a_dropout_of_zero_is_not_random() -> None:
-    p = program(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), torch.randn(2, 3))
-    assert not any(r.flags & RANDOM for r in p.rows)
-    assert not any(is_random(op.node) for op in p.ops if isinstance(op.node.target, torch._ops.OpOverload))
 
 
 def test_every_op_has_the_path_of_its_module() -> None:
@@ -275,15 +263,6 @@ def test_the_optimizer_changes_the_trace_but_not_the_graph() -> None:
     assert with_sgd[1:] == without[1:]
 
 
-def test_a_capture_on_real_tensors_is_the_same_as_on_fake_ones() -> None:
-    build = load_spec(small_nets.spec("residual"))
-    real = build()
-    from tracer.record.program import program_of
-
-    made = program_of(capture_step(real))
-    assert made.fingerprint() == recorded(build).trace.meta.graph_fingerprint
-
-
 @pytest.mark.parametrize("kind", [{"foreach": False}, {"foreach": True}, {"fused": True}])
 def test_each_way_of_running_an_optimizer(kind: dict[str, bool]) -> None:
     def make() -> tuple[Any, ...]:
@@ -335,13 +314,6 @@ def test_an_optimizer_is_told_the_numbers_that_it_keeps(
     assert sorted({round(x, 5) for x in answers}) == sorted(
         [1.0, 2.0, round(mu[0], 5), round(mu[0] * mu[1], 5)]
     )
-
-
-def test_without_an_optimizer_the_step_ends_with_backward() -> None:
-    trace = recorded(load_spec(small_nets.spec("mlp"), {"optimizer": "none"})).trace
-    assert set(trace.ops.phase) == {"forward", "backward"}
-    assert trace.meta.optimizer == "none"
-    assert not by_category(trace, OPTIMIZER_STATE)
 
 
 def test_torch_logs_no_traceback_of_what_is_explained(caplog: pytest.LogCaptureFixture) -> None:

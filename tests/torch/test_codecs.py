@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from executor.codecs.approximate import intervals, noise
 from executor.codecs.payloads import pack, unpack
 from simulator.core.formats import CHUNK, FORMATS, GROUP, Format, narrow
-from tracer.step.named.vision import import_torchvision
 from traces.errors import PlanError
 
 LOSSY = tuple(name for name, rule in FORMATS.items() if rule.scales)
@@ -220,52 +218,6 @@ def test_an_input_comes_back_as_its_intervals_point(activation: str, dtype: torc
         inner, points = map(torch.tensor, intervals(activation, 1 << bits))
         at = torch.bucketize(x, inner.to(dtype))
         assert torch.equal(there_and_back(x, f"fewbit{bits}:{activation}"), points.to(dtype)[at])
-
-
-# Within a factor of two of what others' formats gave when all saved values of such a model were compressed.
-@pytest.mark.parametrize(
-    ("format", "error"),
-    [("int8", 7.2e-3), ("fp8_e4m3", 2.0e-2), ("fp8_e5m2", 4.0e-2), ("int4", 0.12), ("int2", 0.61)],
-)
-def test_the_gradient_of_bert_is_as_near_as_elsewhere(format: str, error: float) -> None:
-    gradient, exact = bert()
-    assert error / 2 < (gradient(format) - exact).norm() / exact.norm() < error * 2
-
-
-@cache
-def bert() -> tuple[Callable[[str | None], torch.Tensor], torch.Tensor]:
-    """What makes the gradient of one batch with saved values in a format (None: as they are), and that of None."""
-    pytest.importorskip("transformers")
-    import_torchvision()
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        num_hidden_layers=4, vocab_size=1000, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    model = transformers.BertForMaskedLM(config)
-    tokens = torch.randint(0, 1000, (2, 64))
-    mine = {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def gradient(format: str | None) -> torch.Tensor:
-        def packed(x: torch.Tensor) -> Any:
-            # Not parameters, nor the statistics of norms: these are few, and an error in one is its whole row's.
-            if format is None or x.numel() < 1 << 14 or x.untyped_storage()._cdata in mine:
-                return x
-            return pack(x, format), x.shape, x.stride()
-
-        def unpacked(saved: Any) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
-                return saved
-            return unpack(saved[0], format, *saved[1:], torch.float32)
-
-        model.zero_grad()
-        with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
-
-    return gradient, gradient(None)
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])

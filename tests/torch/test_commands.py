@@ -153,20 +153,6 @@ def test_json_is_one_object_on_stdout(folder: Path) -> None:
 # Files of others and broken ones
 
 
-@pytest.mark.parametrize("command", ["show", "simulate"])
-def test_a_broken_trace(folder: Path, command: str) -> None:
-    """What a broken file is told by: `tests/core/test_store.py`."""
-    assert call(trace, MLP, "-o", "out").exit_code == 0
-    path = Path("out/ops.parquet")
-    path.write_bytes(path.read_bytes()[:-100])
-    before = litter(folder)
-    if command == "show":
-        refused(call(trace, "show", "out"), "out")
-    else:
-        refused(call(simulate, "out", "--budget", "60%", "-o", "plan.json", "--report", "r.html"), "out")
-    assert litter(folder) == before
-
-
 def test_what_is_no_plan(folder: Path) -> None:
     """What a broken file is told by: `tests/core/test_plan.py`."""
     Path("plan.json").write_text("{")
@@ -366,6 +352,7 @@ SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
         (simulate, "chain", "--report", "FILE/page.html"),
         (simulate, "chain", "--report", "FOLDER"),
         (simulate, "chain", "-o", "FILE/plan.json"),
+        (simulate, "chain", "-o", "FOLDER", "--force"),
         (simulate, "compare", "chain", "--budget", "90%", "--report", "FILE/page.html"),
         (simulate, "pareto", "chain", "--report", "FILE/page.html"),
         (simulate, *SWEEP, "--report", "FILE/page.html"),
@@ -379,7 +366,6 @@ def test_what_cannot_be_written_or_read_in_the_end_is_refused_before_the_work(
 ) -> None:
     """No process is started, and no trace or plan is opened: there is no `chain` and no `plan.json`."""
     (folder / "FILE").write_text("in the way")
-    (folder / "BYTES").write_bytes(b"\xff\xfe")
     (folder / "FOLDER").mkdir()
     before = sorted(folder.rglob("*"))
 

@@ -65,20 +65,6 @@ def test_the_output_gives_every_bit_of_the_gradient(name: str, dtype: torch.dtyp
         assert torch.equal(bits(backward(g, x)), bits(backward(g, forward(x))))
 
 
-def test_leaky_relu_from_its_result_is_the_same_op() -> None:
-    x = all_numbers(torch.float32)
-    y, g = aten.leaky_relu(x, 0.01), torch.full_like(x, 1.7)
-    from_y = aten.leaky_relu_backward(g, y, 0.01, True)
-    assert torch.equal(bits(aten.leaky_relu_backward(g, x, 0.01, False)), bits(from_y))
-
-
-def test_a_border_that_16_bits_cannot_hold_would_not_be() -> None:
-    """Why it is not offered there: 0.1 becomes a number above it, which backward takes for one inside."""
-    x = all_numbers(torch.bfloat16)
-    g, (forward, backward) = torch.ones_like(x), hardtanh(0.1, 1.0)
-    assert not torch.equal(backward(g, x), backward(g, forward(x)))
-
-
 class Activations(nn.Module):
     """Convolutions with one activation of each kind between, one of them in place."""
 

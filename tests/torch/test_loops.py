@@ -14,7 +14,6 @@ from executor.verifying import verify
 from simulator.core.problem import Problem
 from simulator.prediction.ask import simulate
 from tests.torch.steps import peaks, plan_of, recompute_all, step_of
-from tracer import trace
 from tracer.recording import record_fake, record_real
 from tracer.step.loop_options import parse_around
 from tracer.step.step import BuildStep, load_spec
@@ -148,12 +147,6 @@ def test_a_loop_is_measured_op_by_op(loop: dict[str, Any]) -> None:
 def test_what_is_no_loop_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         load_spec("resnet18", options)
-
-
-def test_a_loop_around_a_model_in_hand() -> None:
-    model, batch, loss, optimizer = tall()
-    found = trace(model, batch, loss, optimizer, accumulate=2)
-    assert found.meta.loop == "accumulate 2"
 
 
 @pytest.mark.parametrize("target", ["cpu", "h100"])

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from executor.measuring import Job, perform
+from executor.measuring import Job
 from simulator.core.problem import Problem
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
@@ -111,17 +110,6 @@ def test_the_predicted_peak_is_the_measured_one_slow(
     model: str, options: dict[str, Any], measurer: Measurer, tmp_path: Path
 ) -> None:
     check(model, options, measurer, tmp_path, saved=True, plans=3)
-
-
-def test_what_a_job_measures(tmp_path: Path) -> None:
-    """That `execute` gives each variant a process of its own, `test_end_to_end` holds."""
-    trace = real_trace(small_nets.spec("mlp"), {})
-    predicted = Problem(trace).saved.timeline.peak_allocated_bytes
-    plan = Plan(meta=trace.meta)
-    result = perform(job(plan, tmp_path / "plan.json", "keep_all"))
-    assert max(result.figures.peaks_bytes[2:]) == predicted == result.figures.peak_allocated_bytes
-    assert len(result.figures.peaks_bytes) == STEPS
-    assert result.environment["torch"] == torch.__version__
 
 
 def test_the_peak_under_autocast_of_keep_all_and_of_eager(measurer: Measurer, tmp_path: Path) -> None:

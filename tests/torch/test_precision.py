@@ -183,21 +183,6 @@ def own_autocast() -> BuildStep:
         pytest.param(lambda: load_spec(TIED, BF16), id="tied"),
         pytest.param(lambda: load_spec(small_nets.spec("residual"), BF16), id="residual"),
         pytest.param(lambda: load_spec(TIED, {"amp": "float16"}), id="tied-fp16"),
-        pytest.param(
-            lambda: load_spec("bert-tiny", {"batch_size": 1, "seq_len": 8, **BF16}),
-            id="bert-tiny",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda: load_spec("gpt2-tiny", {"batch_size": 1, "seq_len": 4, "amp": "float16"}),
-            id="gpt2-tiny-fp16",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda: load_spec("resnet18", {"batch_size": 2, "image_size": 32, **BF16}),
-            id="resnet18",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(own_autocast, id="own autocast"),
     ],
 )

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.nn import functional
 
 from executor import apply_plan, fit
-from executor.cli.main import execute
 from executor.graphs.match import program_actions
 from executor.verifying import verify
-from simulator.cli.main import main as simulate_command
 from simulator.core.problem import Problem
 from simulator.core.schedule import build as schedule_of
 from simulator.prediction.ask import plan as plan_within
@@ -28,7 +23,6 @@ from simulator.prediction.ask import simulate
 from tests.torch.steps import peaks, plan_of, random_actions, recompute_all
 from tests.torch.test_loops import CPU, looped, recorded, wide
 from tracer import trace
-from tracer.cli.main import trace as trace_command
 from tracer.measure.probes import cpu_loop
 from tracer.record.program import program_of
 from tracer.record.step import capture_step
@@ -405,27 +399,3 @@ def test_its_ops_are_measured_in_a_loop_that_ends_in_a_step_and_its_peak_in_its_
     found = record_real(looped(wide, RELEASE), CPU, "cpu", rounds=1, warmup=1)
     assert found.meta.untouched_peak_bytes == peaks(looped(wide, RELEASE), iterations=4)[-1]
     assert found.meta.within_backward
-
-
-@pytest.mark.slow
-def test_the_commands(tmp_path: Path) -> None:
-    """`trace MODEL --release-gradients` is of that loop, and `execute` verifies and measures its plan in it."""
-    place, plan, out = tmp_path / "trace", tmp_path / "plan.json", tmp_path / "out.json"
-    source = tmp_path / "mine.py"
-    source.write_text(
-        "import torch\nfrom torch import nn\ndef build():\n"
-        "    m = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))\n"
-        "    x, y = torch.randn(8, 128), torch.randn(8, 128)\n"
-        "    return m, (x, y), nn.functional.mse_loss, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)\n"
-    )
-    for command, *words in (
-        (trace_command, f"{source}:build", "--release-gradients", "-o", place),
-        (simulate_command, place, "--budget", "100%", "-o", plan),
-        (execute, plan, "--trust", "--steps", "3", "--runs", "1", "-o", out),
-    ):
-        done = CliRunner().invoke(command, [str(w) for w in words])
-        assert done.exit_code == 0, done.output
-    measured = json.loads(out.read_text())
-    assert measured["verified"] is True
-    peak = "peak_allocated_bytes"
-    assert measured["measured"][peak] == measured["predicted"][peak]

@@ -189,14 +189,3 @@ def test_a_schedule_that_releases_what_backward_takes_is_refused(residual: Progr
     frees[problem.forward_end - 1] = (*frees[problem.forward_end - 1], s)
     with pytest.raises(PlanError, match="plan evicted"):
         rewrite(residual, replace(schedule, frees=tuple(frees)))
-
-
-def test_what_a_plan_may_not_ask_for(residual: Program) -> None:
-    trace = residual.trace()
-    mask = next(s for s, row in enumerate(residual.storages) if "dropout_mask" in row.name)
-    with pytest.raises(PlanError, match="marked random"):
-        rewritten(residual, Action(storage=mask))
-    with pytest.raises(PlanError, match="forward does not make it"):
-        rewritten(residual, Action(storage=0))
-    with pytest.raises(PlanError, match="belongs to another trace"):
-        rewritten(residual, Action(storage=len(trace.storages)))

@@ -13,14 +13,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import simulator.studies.shapes as study
 from executor import apply_plan
 from simulator.bounds import Instants
 from simulator.cli.main import main as simulate_command
 from simulator.core.problem import Problem
 from simulator.prediction.ask import plan as plan_for
 from simulator.prediction.ask import simulate
-from simulator.studies.shapes import PLAN, REFUSED, SAVED, over_shapes
+from simulator.studies.shapes import PLAN, REFUSED, over_shapes
 from tests.torch import small_nets
 from tests.torch.small_nets import Words
 from tests.torch.steps import plan_of, recompute_all
@@ -82,17 +81,6 @@ def test_the_longest_that_the_model_takes_has_the_same_graph() -> None:
     assert found.holds
 
 
-@pytest.mark.slow
-def test_a_length_of_one_has_another_graph() -> None:
-    transformers()
-    shapes = Shapes.parse("seq-len=1:4")
-    traces = over("gpt2-tiny", shapes, batch_size=2)
-    longest = traces[-1][1]
-    found = over_shapes(simulate(longest, plan_of(longest, *recompute_all(Problem(longest)))), shapes, traces)
-    runs = [p.runs for p in found.peaks]
-    assert runs == [SAVED, *[PLAN] * 3]
-
-
 @pytest.mark.usefixtures("by_rules")
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`simulate --shapes` uses what `trace --shapes` made, and runs no file that a trace names."""
@@ -112,25 +100,6 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = json.loads(done.stdout)["shapes"]
     assert told["worst"]["seq_len"] == 9
     assert told["reserved"]["steps"] == 200
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("by_rules")
-def test_simulate_runs_trace_for_the_shapes_of_a_model_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process here."""
-    transformers()
-    monkeypatch.chdir(tmp_path)
-    run = CliRunner().invoke
-    monkeypatch.setattr(study, "run_command", lambda asked, what: run(trace_command, [*asked[1:], "-q"]))
-    words = ["gpt2-tiny", "--seq-len", "8", "--batch-size", "2", "--target", "h100", "-q", "-o", "t"]
-    assert run(trace_command, words).exit_code == 0
-    first, again = (run(simulate_command, ["t", "--shapes", "seq-len=7:8", "--json"]) for _ in range(2))
-    assert first.exit_code == again.exit_code == 0, first.output
-    assert "recording 2 traces" in first.stderr
-    assert "using t-shapes" in again.stderr
-    assert json.loads(first.stdout)["shapes"] == json.loads(again.stdout)["shapes"]
 
 
 def trained(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from executor import apply_plan
 from executor.graphs.match import EXACT, RESIZED, SAVED
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
-from tracer.measure.probes import cpu_loop
 from tracer.step.named.vision import import_torchvision
 from traces.errors import PlanError
 
@@ -266,29 +263,3 @@ def test_a_batch_of_one_that_takes_more_than_the_planned_step_is_refused() -> No
     )
     with pytest.raises(PlanError, match=r"int64\[1, n\].* new; .*int64\[n, n\].* gone"):
         planned(**batch(1, 12))
-
-
-def peaks_and_resident(steps: int) -> tuple[list[int], list[int]]:
-    """Peaks by the allocator's account, and resident pages, of steps of random lengths; the first is the longest."""
-    _, planned, batch = pair(deciding("plain"), (32, 256), everything=True)
-    rng, resident = random.Random(1), []
-    with cpu_loop() as watched:
-        for k in range(steps):
-            given = batch(32, rng.randint(2, 256) if k else 256)
-            with watched.iteration():
-                planned(**given).backward()
-                planned.zero_grad()
-            del given
-            gc.collect()
-            resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
-    assert [c.fit for c in planned.receipt().captures] == [EXACT, RESIZED]
-    return watched.peaks, resident
-
-
-@pytest.mark.slow
-def test_two_hundred_lengths_stay_within_the_longest_s_memory_and_leave_nothing_behind() -> None:
-    peaks, resident = peaks_and_resident(200)
-    assert max(peaks) == peaks[0]
-    assert len(set(peaks)) > 100
-    # What the profiler notes of each step is a part of it.
-    assert (max(resident[-20:]) - max(resident[20:40])) * 4096 < 16 * 2**20

@@ -238,16 +238,6 @@ def test_fit_captures_once_and_trains_as_eager_does(monkeypatch: pytest.MonkeyPa
     assert not optimizer.state
 
 
-def test_fit_makes_room_for_the_optimizer_that_is_given() -> None:
-    peaks = [
-        fitted(Deep(), "100%", optimizer=kind)._lowtide.compiler.plan.predicted["baseline"][
-            "peak_allocated_bytes"
-        ]
-        for kind in (None, "adamw")
-    ]
-    assert peaks[1] > peaks[0]
-
-
 def test_fit_of_a_model_in_evaluation_mode_and_with_hooks() -> None:
     eager, model = Deep(), Deep()
     for m in (eager, model):
