@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.allocator.caching import Allocator, Block, OutOfMemory
-from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf, round_up
+from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
 from tests.streams import StreamAllocator
 from traces.errors import SpecError
 
@@ -19,31 +19,6 @@ MIB = 1 << 20
 
 def conf(text: str) -> AllocatorSettings:
     return parse_alloc_conf(text)
-
-
-@pytest.mark.parametrize(
-    ("asked", "got"),
-    [
-        (1200, 1536),  # up to 512 * 4 bytes: multiples of 512
-        (2048, 2048),  # a power of two stays
-        (2049, 2560),  # steps of 2048 / 4 = 512: 2048, 2560, ...
-        (1100 * MIB, 1280 * MIB),  # steps of 1024 / 4 = 256 MiB
-        (5 * MIB, 5 * MIB),  # steps of 1 MiB between 4 and 8
-        (5 * MIB + 1, 6 * MIB),
-    ],
-)
-def test_roundup_power2_divisions(asked: int, got: int) -> None:
-    assert round_up(asked, conf("roundup_power2_divisions:4")) == got
-
-
-def test_roundup_power2_divisions_by_size() -> None:
-    c = conf("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]")
-    # Powers from 256 MiB on have entries; what is smaller follows the first one. 1 division: no rounding to it.
-    assert c.roundup_divisions == (1,) * 9 + (2, 4) + (8,) * 5
-    assert round_up(300 * MIB + 1, c) == 300 * MIB + 512
-    assert round_up(513 * MIB, c) == 768 * MIB  # steps of 256
-    assert round_up(1025 * MIB, c) == 1280 * MIB  # steps of 256
-    assert round_up(2049 * MIB, c) == 2304 * MIB  # eight steps of 256
 
 
 def test_rounding_without_a_split_is_the_large_segment_size_unless_said() -> None:

@@ -32,7 +32,7 @@ from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
-from traces.records.plan import ALLOCATED, RECOMPUTE, Action, Plan
+from traces.records.plan import ALLOCATED, Action, Plan
 from traces.records.trace import CATEGORIES, Trace
 from traces.units import show_bytes, show_time
 
@@ -422,4 +422,3 @@ def test_candidates_and_actions_agree() -> None:
     assert all(
         (a.recompute_ns is not None) == (a.storage in problem.candidates) for a in activations(problem)
     )
-    assert RECOMPUTE == "recompute"

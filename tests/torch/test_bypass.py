@@ -145,16 +145,6 @@ def test_unwrapping_a_planned_forward_leads_to_no_other(plan: Plan) -> None:
     assert inspect.signature(planned.forward) == inspect.signature(net().forward)
 
 
-def test_a_second_plan_sees_the_forward_that_wraps_the_first() -> None:
-    model = net()
-    model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
-    both = plan_of_doubled()
-    planned = apply_plan(apply_plan(model, both), both)
-    eager = net()
-    eager.forward = types.MethodType(doubled, eager)  # type: ignore[method-assign]
-    as_eager(planned, planned, eager)
-
-
 def test_a_wrapper_of_the_planned_forward_outlives_the_plan(plan: Plan) -> None:
     planned = apply_plan(net(), plan)
     inner = planned.forward

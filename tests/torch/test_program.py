@@ -60,13 +60,6 @@ def test_a_view_shares_its_base_s_storage(
         assert p.storage_of[node] == linear
 
 
-def test_the_parts_of_a_split_belong_to_its_op() -> None:
-    p = program(Apply(lambda y: sum(torch.chunk(y, 3, dim=1))), torch.randn(4, 6))
-    op = p.ops[row_of(p, "aten.split.Tensor")]
-    assert [part.args[1] for part in op.parts] == [0, 1, 2]
-    assert all("getitem" not in r.target for r in p.rows)
-
-
 def test_an_op_of_several_outputs_has_a_storage_for_each() -> None:
     p = program(small_nets.Residual(), torch.randn(2, 3, 8, 8))
     row = p.rows[row_of(p, "aten._native_batch_norm_legit_functional.default")]
