@@ -17,7 +17,7 @@ from torch import nn
 
 from executor.backend import REPLAN, Compiler, check_parts, on_stderr
 from executor.fitting.fit import plan_step
-from executor.training.module import STATE, compiler_of, install, remove_plan
+from executor.training.module import STATE, compiler_of, install, receipt_in, remove_plan
 from simulator.core.limits import DEFAULTS
 from tracer.step.batch import SplitBatch, loss_in_outputs
 from tracer.torch_api import pytree
@@ -101,7 +101,7 @@ class FirstBatchCallback:
         """Leave a module as it was."""
         if STATE in vars(module):
             if not self.awaits(module):
-                self.receipt = vars(module)[STATE].receipt()
+                self.receipt = receipt_in(module)
             remove_plan(module)
 
 
