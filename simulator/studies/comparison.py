@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final, Unpack
+from typing import Unpack
 
 from simulator.bounds import bounder_of
 from simulator.planners import REGISTRY, find
 from simulator.prediction.ask import Budget, Device, Source, Words, ask, problem_of, question
 from simulator.prediction.step import predict, text, warnings_of
 from simulator.show.tables import Cell, no, table, yes
-from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
+from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of
 from traces.errors import LowtideError
+from traces.files import to_json
 from traces.progress import Say, counted, silent
 from traces.records.plan import ALLOCATED
 from traces.units import show_bytes, show_time
-
-KEYS: Final = (
-    *("planner", "feasible", "solve_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
-    *("overhead_percent", "gap_points", "recomputed_ops", "fits", "lowest_peak_bytes", "message"),
-)  # fmt: skip
 
 
 def compare(
@@ -73,7 +69,7 @@ def compare(
             "baseline": baseline(problem, kept, saved.setting),
             "bound": {k: told[k] for k in ("overhead_percent", "added_time_ns", "feasible", "reason")},
             "warnings": list(map(text, warnings_of(problem))),
-            "planners": rows_json(rows, KEYS),
+            "planners": list(map(to_json, rows)),
         },
         words=f"{name}: budget {show_bytes(limit)} of {show_bytes(kept.timeline.peak_allocated_bytes)}, step "
         f"{show_time(kept.timeline.step_time_ns)}; bound: {bound.least() if bound.feasible else bound.reason}",

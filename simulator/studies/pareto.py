@@ -10,34 +10,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
-from simulator.bounds import Bound, bounder_of
-from simulator.core.problem import Problem
+from simulator.bounds import bounder_of
 from simulator.planners.outcome import Infeasible
-from simulator.prediction.ask import (
-    Answer,
-    Device,
-    Question,
-    Source,
-    Words,
-    ask,
-    problem_of,
-    question,
-)
+from simulator.prediction.ask import Answer, Device, Source, Words, ask, problem_of, question
 from simulator.prediction.step import text, warnings_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of, rows_json
+from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of
 from traces.errors import SpecError
+from traces.files import to_json
 from traces.progress import Say, counted, silent
-from traces.records.plan import ALLOCATED, Plan
+from traces.records.plan import ALLOCATED
 from traces.units import GIB, show_bytes, show_percent, show_time
-
-KEYS: Final = (
-    *("budget_bytes", "feasible", "peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"),
-    *("overhead_percent", "recomputed_ops", "fits", "made_for_bytes", "bound_overhead_percent", "gap_points"),
-    *("price_ns_per_gib", "solve_seconds", "message"),
-)  # fmt: skip
 
 
 def pareto(
@@ -77,65 +62,47 @@ def pareto(
     for budget in counted(budgets, lambda budget: f"a budget of {show_bytes(budget)}", progress):
         made[budget] = ask(problem, replace(asks, budget=budget, limits=share), refusals=(Infeasible,))
     picks = cheapest(made)
-    bound = bounder_of(problem).bound
-    rows = [_row(made[b], pick, bound(b)) for b, pick in zip(sorted(made), picks, strict=True)]
-    plans = tuple(None if pick is None else pick.planned.plan for pick in picks)
-    return _front(problem, name, asks, _priced(rows), plans, time.perf_counter() - start)
-
-
-def _row(answer: Answer, pick: Answer | None, bound: Bound) -> Row:
-    """The row of a budget, of which `pick` has the cheapest plan."""
-    given: dict[str, Any] = {}
-    if pick is not None:
-        found = pick.planned
-        times = (run.timeline.step_time_ns for run in (found.planned, found.saved))
-        given = {
-            "message": "",
-            "made_for_bytes": pick.budget_bytes,
-            "gap_points": None if found.plan.rewrites else bound.gap_points(*times),
-        }
-    if bound.feasible:
-        given["bound_overhead_percent"] = bound.overhead_percent
-    return row_of(answer, pick, **given)
-
-
-def _front(
-    problem: Problem,
-    trace_name: str,
-    asks: Question,
-    rows: tuple[Row, ...],
-    plans: tuple[Plan | None, ...],
-    seconds: float,
-) -> Study[Row]:
+    rows = []
+    for budget, pick in zip(sorted(made), picks, strict=True):
+        bound, given = bounder_of(problem).bound(budget), dict[str, Any]()
+        if pick is not None:
+            found = pick.planned
+            times = (run.timeline.step_time_ns for run in (found.planned, found.saved))
+            gap = None if found.plan.rewrites else bound.gap_points(*times)
+            given = {"message": "", "made_for_bytes": pick.budget_bytes, "gap_points": gap}
+        if bound.feasible:
+            given["bound_overhead_percent"] = bound.overhead_percent
+        rows.append(row_of(made[budget], pick, **given))
+    rows[1:] = [replace(b, price_ns_per_gib=_price(a, b)) for a, b in pairwise(rows)]
     meta, kept, setting = problem.trace.meta, problem.saved, asks.setting(problem.trace.meta)
-    floor_bytes, planner = bounder_of(problem).floor.peak_bytes, asks.planner_name
+    seconds, planner = time.perf_counter() - start, asks.planner_name
     reached = [row.peak_allocated_bytes for row in rows if row.peak_allocated_bytes is not None]
     reach = f"down to {show_bytes(reached[0])}" if reached else "no plan"
-    least = [
+    bounds = [
         (r.budget_bytes / GIB, r.bound_overhead_percent) for r in rows if r.bound_overhead_percent is not None
     ]
     added = [(r.budget_bytes / GIB, r.overhead_percent) for r in rows if r.overhead_percent is not None]
     return Study(
         problem=problem,
-        rows=rows,
+        rows=tuple(rows),
         data={
-            **asked(problem, trace_name, setting),
+            **asked(problem, name, setting),
             "planner": planner,
             "solve_seconds": round(seconds, 3),
             "baseline": baseline(problem, kept, setting),
             "warnings": list(map(text, warnings_of(problem))),
-            "floor_bytes": floor_bytes,
+            "floor_bytes": least,
             "smallest_peak_bytes": min(reached, default=None),
-            "points": rows_json(rows, KEYS),
+            "points": list(map(to_json, rows)),
         },
-        words=f"{trace_name}: {planner}, {len(rows)} budgets in {seconds:.2f} s; step "
+        words=f"{name}: {planner}, {len(rows)} budgets in {seconds:.2f} s; step "
         f"{show_time(kept.timeline.step_time_ns)} with everything saved; no plan can go below "
-        f"{show_bytes(floor_bytes)}",
+        f"{show_bytes(least)}",
         short=f"{meta.model}, batch {meta.batch_size}: {len(rows)} budgets by {planner}, {reach}, floor "
-        f"{show_bytes(floor_bytes)}; grey: the certified bound",
+        f"{show_bytes(least)}; grey: the certified bound",
         table=_table(rows, kept.timeline.step_time_ns, setting.device.name if setting.device else "device"),
-        curves={"certified bound": least, "plan": added},
-        plans=plans,
+        curves={"certified bound": bounds, "plan": added},
+        plans=tuple(None if pick is None else pick.planned.plan for pick in picks),
     )
 
 
@@ -178,12 +145,8 @@ def cheapest(made: dict[int, Answer]) -> list[Answer | None]:
     return [next((p for p in plans if key(p)[1] <= budget), None) for budget in sorted(made)]
 
 
-def _priced(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """With what one GiB less costs: the time between a row and the next smaller budget's, per byte between them."""
-
-    def price(below: Row, row: Row) -> int | None:
-        if below.step_time_ns is None or row.step_time_ns is None:
-            return None
-        return round((below.step_time_ns - row.step_time_ns) * GIB / (row.budget_bytes - below.budget_bytes))
-
-    return (*rows[:1], *(replace(b, price_ns_per_gib=price(a, b)) for a, b in pairwise(rows)))
+def _price(below: Row, row: Row) -> int | None:
+    """What one GiB less costs: the time between a row and the next smaller budget's, per byte between them."""
+    if below.step_time_ns is None or row.step_time_ns is None:
+        return None
+    return round((below.step_time_ns - row.step_time_ns) * GIB / (row.budget_bytes - below.budget_bytes))

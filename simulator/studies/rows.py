@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
@@ -83,10 +83,6 @@ def row_of(a: Answer, plan: Answer | None = None, **more: Any) -> Row:
 def columns(*chosen: str | tuple[str, str, Any]) -> list[tuple[str, str, Any]]:
     """The columns of a table of rows: names of `COLUMNS`, and what is shown in this table alone."""
     return [(*COLUMNS[c], attrgetter(c)) if isinstance(c, str) else c for c in chosen]
-
-
-def rows_json(rows: Iterable[Row], keys: Iterable[str]) -> list[dict[str, Any]]:
-    return [{key: getattr(row, key) for key in keys} for row in rows]
 
 
 R = TypeVar("R")
