@@ -52,9 +52,8 @@ class Device:
 
         A dtype that the device has no rate for is computed at the rate of float32.
         """
-        if dtype == "float32" and tf32:
-            return self.flops_per_s.get(TF32, self.flops_per_s["float32"])
-        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+        key = TF32 if dtype == "float32" and tf32 else dtype
+        return self.flops_per_s.get(key, self.flops_per_s["float32"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

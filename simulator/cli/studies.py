@@ -103,9 +103,9 @@ def sweep_command(
     from simulator.studies.sweep import sweep
     from simulator.studies.tracing import Traced
 
-    asked, sizes = question(**words), _sizes(batch_sizes)
+    asked, sizes = question(**words), _sizes("--batch-sizes", batch_sizes)
     traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words), dask)
-    found = sweep(traced, list(map(int, sizes)), asked, out.say)
+    found = sweep(traced, sizes, asked, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
@@ -200,20 +200,20 @@ def capacity_command(
         "budget_overhead_percent": _percent(budget_overhead),
         "trace_options": trace_words,
         "dask": dask,
+        "ranks": _sizes("--ranks", ranks),
     }
-    words["ranks"] = [*map(int, _sizes(ranks, "--ranks"))]
-    sizes = sorted(map(int, _sizes(batch_sizes)))
+    sizes = sorted(_sizes("--batch-sizes", batch_sizes))
     found = capacity(model, listed("--gpus", gpus), sizes, directory=directory, progress=out.say, **words)
     show(out, found)
     if not any(of.with_plan for of in found.rows):
         raise Refused(f"{model} fits none of {gpus}, with or without a plan.", 1)
 
 
-def _sizes(text: str, option: str = "--batch-sizes") -> tuple[str, ...]:
+def _sizes(option: str, text: str) -> list[int]:
     sizes = listed(option, text)
     if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
         raise SpecError(f"{option} {text!r}: give whole numbers with commas, such as 8,16,32.")
-    return sizes
+    return [*map(int, sizes)]
 
 
 def _percent(text: str) -> float:

@@ -150,10 +150,10 @@ class _Search:
         return self.probes[batch_size].fits
 
     def plan(self, batch_size: int) -> bool:
-        """Return whether a plan within the price fits."""
+        """Return whether a plan within the price fits; of what was rehearsed nobody looks for one."""
         if self.without(batch_size):
             return True
-        if self.probes[batch_size].plan_fits is None:
+        if self.probes[batch_size].plan_fits is None and batch_size in self.said:
             p = self.probes[batch_size] = self._planned(self.said[batch_size], self.probes[batch_size])
             self.tell(batch_size, f"a plan fits at {p.overhead_percent:+.2f} %" if p.plan_fits else p.message)
         return bool(self.probes[batch_size].plan_fits)
@@ -247,10 +247,6 @@ class _Ranks(_Search):
             traced=batch_size in self.needs_bytes,
         )
         return p.fits
-
-    def plan(self, batch_size: int) -> bool:
-        """Nobody looks for one."""
-        return self.without(batch_size)
 
 
 def max_batch(
