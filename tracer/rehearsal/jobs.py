@@ -16,6 +16,7 @@ GPUS: Final = 8  # of a machine, unless told otherwise
 # reduce of 4 MB (NVIDIA/nccl#964). The first message between two ranks connects them: 3.28 GB for seven peers in the
 # first all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685); more channels take more. One talks to nobody.
 COMMUNICATOR_BYTES: Final = {"ONE": 0, "TWO": 544 * MIB, "MORE": 688 * MIB, "PEER": 447 * MIB}
+Started = tuple[Any, int, int, dict[str, str]]  # what a launcher's parser found, ranks, machines, environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,20 +118,28 @@ def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     """
     first, *rest = words
     if first == "torchrun":
-        return _torchrun(rest)
-    if first == "accelerate" and rest[:1] == ["launch"]:
-        return _accelerate(rest[1:])
-    if first == "python":
-        if rest[:2] == ["-m", "torch.distributed.run"]:
-            return _torchrun(rest[2:])
-        if distributed and rest:
-            module = rest[0] == "-m"
-            program, *arguments = rest[module:]
-            return Launch(program=program, module=module, arguments=tuple(arguments), ranks=0, nodes=1)
-    return None
+        found, ranks, nodes, environment = _torchrun(rest)
+    elif first == "python" and rest[:2] == ["-m", "torch.distributed.run"]:
+        found, ranks, nodes, environment = _torchrun(rest[2:])
+    elif first == "accelerate" and rest[:1] == ["launch"]:
+        found, ranks, nodes, environment = _accelerate(rest[1:])
+    elif first == "python" and distributed and rest:
+        module = rest[0] == "-m"
+        program, *arguments = rest[module:]
+        return Launch(program=program, module=module, arguments=tuple(arguments), ranks=0, nodes=1)
+    else:
+        return None
+    return Launch(
+        program=found.training_script,
+        module=found.module,
+        arguments=tuple(found.training_script_args),
+        ranks=ranks,
+        nodes=nodes,
+        environment=environment,
+    )
 
 
-def _torchrun(words: Sequence[str]) -> Launch:
+def _torchrun(words: Sequence[str]) -> Started:
     from torch.distributed.run import get_args_parser
 
     found = _parsed(get_args_parser().parse_args, words, "torchrun")
@@ -139,16 +148,10 @@ def _torchrun(words: Sequence[str]) -> Launch:
             "torchrun --no-python starts a program that is not Python; rehearse the script that it runs."
         )
     each, nodes = str(found.nproc_per_node), int(str(found.nnodes).rpartition(":")[2])
-    return Launch(
-        program=found.training_script,
-        module=found.module,
-        arguments=tuple(found.training_script_args),
-        ranks=int(each) * nodes if each.isdecimal() else 0,
-        nodes=nodes,
-    )
+    return found, int(each) * nodes if each.isdecimal() else 0, nodes, {}
 
 
-def _accelerate(words: Sequence[str]) -> Launch:
+def _accelerate(words: Sequence[str]) -> Started:
     try:
         launch = import_module("accelerate.commands.launch")
     except ImportError:
@@ -158,14 +161,8 @@ def _accelerate(words: Sequence[str]) -> Launch:
     found = _parsed(launch.launch_command_parser().parse_args, words, "accelerate launch")
     found, _, _ = launch._validate_launch_command(found)
     given = launch.prepare_multi_gpu_env(found)
-    return Launch(
-        program=found.training_script,
-        module=found.module,
-        arguments=tuple(found.training_script_args),
-        ranks=found.num_processes or 0,
-        nodes=found.num_machines or 1,
-        environment={k: v for k, v in given.items() if os.environ.get(k) != v},
-    )
+    environment = {k: v for k, v in given.items() if os.environ.get(k) != v}
+    return found, found.num_processes or 0, found.num_machines or 1, environment
 
 
 def _parsed(parse: Callable[[Sequence[str]], Any], words: Sequence[str], launcher: str) -> Any:
