@@ -14,12 +14,12 @@ from executor.cli.rehearse import rehearse
 from simulator.cli.options import DASK
 from traces import commands
 from traces.commands import Grouped, Output, OutputFile, echo, output_options, stdout_free
+from traces.errors import BudgetError, LowtideError, VerificationError
 from traces.provenance import refuse_page
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
     from executor.plans import Settings
-    from traces.records.measurement import Measurement
 
 
 def _settings(steps: int, verify: bool, **given: Any) -> Settings:
@@ -118,7 +118,18 @@ def run_plan(
         with stdout_free(out.as_json):
             recorded = trace_of(given, settings.model, settings.device, trace_name)
         write_measurement(out.report, measurement, recorded, given)
-    _refuse(plan, measurement)
+    if measurement.verified is False:
+        note = f" ({measurement.verification_note})" if measurement.verification_note else ""
+        raise VerificationError(
+            "the planned step does not compute what the untouched model computes: "
+            f"{plan}: {measurement.first_difference}{note}."
+        )
+    if measurement.within_budget is False:
+        peak_bytes = measurement.measured.peak_bytes(measurement.budget_of)
+        raise BudgetError(
+            f"the planned step's peak is {show_bytes(peak_bytes)}, over the budget of "
+            f"{show_bytes(measurement.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
+        )
 
 
 @execute.command()
@@ -213,8 +224,6 @@ def campaign(cases: str, output: Path | None, device: str | None, dask: str, out
     """
     from executor.campaign import page
     from executor.campaign.run import FAILED, NOT_EQUAL, Book, load_cases, run_campaign
-    from traces.errors import LowtideError, VerificationError
-    from traces.provenance import refuse_page
 
     if out.report is not None:
         refuse_page()
@@ -229,20 +238,3 @@ def campaign(cases: str, output: Path | None, device: str | None, dask: str, out
             raise error(
                 f"{len(wrong)} of {len(book.records)} cases: {status}; {wrong[0].case.label}: {wrong[0].message}"
             )
-
-
-def _refuse(plan: Path, m: Measurement) -> None:
-    """Raise VerificationError or BudgetError, with exit code 1, for a plan that does not train as it should."""
-    from traces.errors import BudgetError, VerificationError
-
-    if m.verified is False:
-        note = f" ({m.verification_note})" if m.verification_note else ""
-        raise VerificationError(
-            "the planned step does not compute what the untouched model computes: "
-            f"{plan}: {m.first_difference}{note}."
-        )
-    if m.within_budget is False:
-        raise BudgetError(
-            f"the planned step's peak is {show_bytes(m.measured.peak_bytes(m.budget_of))}, over the budget of "
-            f"{show_bytes(m.budget_bytes)} ({plan}); plan for less, or trace again as it runs here."
-        )

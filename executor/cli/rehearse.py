@@ -14,17 +14,16 @@ import click
 
 from simulator.core.limits import check_budget
 from simulator.show.tables import table
-from traces.commands import Grouped, Output, OutputFile, answer_options, step_options
+from traces.commands import Grouped, Output, OutputFile, Refused, answer_options, step_options
 from traces.devices import NETWORK_GBIT_PER_S, Links, device
-from traces.errors import OutOfMemoryProblem, SpecError
-from traces.progress import counted, counting
+from traces.errors import SpecError
+from traces.progress import counted
 from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:
     from executor.rehearsed.budget import Found
     from tracer.rehearsal.jobs import Job
     from tracer.rehearsal.record import Rehearsal
-    from traces.records.plan import PredictionWarning
 
 
 MOST_LINES = 8
@@ -140,8 +139,7 @@ def rehearse(
         options={k: v for k, v in options.items() if v is not None},
         arguments=arguments,
         module=launch is not None and launch.module,
-        plan=plan,
-        apply=APPLY,
+        apply=(APPLY, str(plan)) if plan else (),
         script=True if jobs[0][0] and not shard else None,
         shard=(SHARD, shard) if shard else (),
         seed=seed,
@@ -172,45 +170,37 @@ def rehearse(
         out.show(lambda: {"rehearsals": [f.to_json() for f in found]}, lambda: ranks_in_words(found))
     for each in found:
         if not each.fits:
-            error = OutOfMemoryProblem(
+            raise Refused(
                 f"{each.model} does not fit into {each.gpu}: it reserves "
                 f"{show_bytes(each.figures.peak_reserved_bytes)} beside {_outside(each)}; torch said there: "
-                f"{each.out_of_memory}"
+                f"{each.out_of_memory}",
+                1,
             )
-            error.exit_code = 1
-            raise error
 
 
 def _within_budget(
     budget: str, links: Links, output: Path | None, run: Any, job: Job | None, number: int, out: Output
 ) -> None:
     """`execute rehearse --budget`: find a plan and write it."""
-    from executor.rehearsed.budget import MOST_PLANS, plan_within
+    from executor.rehearsed.budget import plan_within
     from tracer.rehearsal.run import LARGE_BYTES
 
     large = replace(links.gpu, memory_bytes=LARGE_BYTES)
     check_budget(budget)
-    one = partial(run, large)
+    one = partial(run, large, rank=number)
     twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
-    with counting(MOST_PLANS + 3) as done:
-
-        def rehearsed(of: Job | None = job, **how: Any) -> Rehearsal:
-            found: Rehearsal = one(job=of, rank=number, **how)
-            done()
-            return found
-
-        more = partial(rehearsed, twice) if twice else None
-        found = plan_within(budget, rehearsed, more, links, out.say)
+    more = partial(one, job=twice) if twice else None
+    found = plan_within(budget, partial(one, job=job), more, links, out.say)
     if output and found.plans:
         found.plans.save(output)
     out.show(found.to_json, lambda: _budget_in_words(found, output))
 
 
 def _budget_in_words(found: Found, output: Path | None) -> str:
-    first, limit = found.untouched, show_bytes(found.budget_bytes)
-    lines = [_title(first)]
-    runs = [("untouched", first), ("blocks compiled, all saved", found.saved), ("plan", found.planned)]
-    lines += _rows([(name, *_figures(run)) for name, run in runs if run], *FIGURES)
+    limit = show_bytes(found.budget_bytes)
+    *_, last = found.rehearsals.values()
+    lines = [_title(found.rehearsals["untouched"])]
+    lines += _rows([(name, *_figures(run)) for name, run in found.rehearsals.items()], *FIGURES)
     if found.plans is None:
         return "\n".join(
             [*lines, f"  budget {limit} of the GPU, as by nvidia-smi: kept untouched, no plan is needed"]
@@ -220,7 +210,7 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
         f"  budget {limit} of the GPU, as by nvidia-smi: kept by the plan",
         f"  {told['blocks']} blocks by {len(found.plans.plans)} plans: {told['added_percent']:+.2f} % of their time by "
         f"roofline; no plan within the budget adds less than {told['bound_percent']:.2f} %",
-        f"  at the plan's peak: {_held(found.planned or first)}",
+        f"  at the plan's peak: {_held(last)}",
     ]
     if (links := told["communication"])["sharded_blocks"]:
         lines.append(
@@ -228,14 +218,14 @@ def _budget_in_words(found: Found, output: Path | None) -> str:
             f"sharded blocks reshard after forward, for {show_time(links['exposed_ns'])} that nothing hides"
         )
     for other in found.others:
-        added = "" if other.added_percent is None else f", +{other.added_percent:.2f} %"
-        estimated = "" if other.rehearsed else " (estimated)"
-        lines.append(f"    {other.what}: {show_bytes(other.gpu_bytes)}{added}{estimated}")
+        added = f", +{other['added_percent']:.2f} %" if "added_percent" in other else ""
+        estimated = "" if other["rehearsed"] else " (estimated)"
+        lines.append(f"    {other['what']}: {show_bytes(other['gpu_bytes'])}{added}{estimated}")
     if output:
         lines.append(f"  wrote {output}: apply_plan(model, {str(output)!r}) trains by it")
     if told["alloc_conf"]:
         lines.append(f"  set PYTORCH_ALLOC_CONF={told['alloc_conf']} before torch is imported")
-    return "\n".join([*lines, *_warnings(found.planned or first)])
+    return "\n".join([*lines, *_warnings(last)])
 
 
 def _refuse_for_commands(command: str) -> None:
@@ -324,20 +314,6 @@ def _rows(rows: Sequence[tuple[Any, ...]], *names: str) -> list[str]:
 
 
 def _warnings(found: Rehearsal) -> list[str]:
+    from tracer.rehearsal.record import describe
+
     return [f"  warning {text}" for text in dict.fromkeys(describe(w) for w in found.warnings)]
-
-
-def describe(warning: PredictionWarning) -> str:
-    """A rehearsal's warning as a sentence."""
-    from tracer.rehearsal.record import ASSUMED, HOST_READ, MASK
-
-    f = warning.figures
-    place = warning.subject or "code without a line in Python"
-    if warning.code == MASK:
-        return f"{place} asks what a mask selects, {f['times']} times, and is told all: the most that it can take."
-    if warning.code == HOST_READ:
-        told = "true" if f["told"] else "zero"
-        return f"{place} reads {f['bytes']} bytes from the GPU, {f['times']} times, and is told {told}."
-    if warning.code == ASSUMED:
-        return f"{warning.subject}'s buffers count as empty: only a GPU knows how large they are."
-    return f"{warning.subject} was asked for, which the null driver has not; torch went on without."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from simulator.bounds import bounder_of
 from simulator.core.limits import parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible, percent
-from simulator.prediction.ask import Answer, ask, question
+from simulator.prediction.ask import ask, question
 from tracer.rehearsal.peak import ACTIVATIONS, REST
 from tracer.rehearsal.record import Rehearsal
 from traces.devices import Links
@@ -34,35 +34,25 @@ Run = Callable[..., Rehearsal]  # a rehearsal with further arguments of `tracer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
-    """What else could be done, and what the process then takes of the GPU."""
-
-    what: str
-    gpu_bytes: int
-    added_percent: float | None = None  # of the blocks' time; None: it is another step
-    rehearsed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What was rehearsed, and the plans that were found."""
 
     budget_bytes: int
-    untouched: Rehearsal
-    saved: Rehearsal | None = None  # the blocks compiled, with everything saved
-    planned: Rehearsal | None = None
+    rehearsals: Mapping[str, Rehearsal]  # untouched, and with the blocks compiled: saved (everything), plan
     plans: BlockPlans | None = None
-    others: tuple[Other, ...] = ()
+    others: tuple[
+        dict[str, Any], ...
+    ] = ()  # what else could be done, and what the process then takes of the GPU
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `execute rehearse --budget --json` prints it."""
-        rehearsals = {"untouched": self.untouched, "saved": self.saved, "plan": self.planned}
+        *_, last = self.rehearsals.values()
         return {
             "budget_bytes": self.budget_bytes,
-            "within_budget": (self.planned or self.untouched).gpu_bytes <= self.budget_bytes,
+            "within_budget": last.gpu_bytes <= self.budget_bytes,
             "predicted": to_json(self.plans.predicted) if self.plans else None,
-            "others": to_json(list(self.others)),
-            "rehearsals": {name: r.to_json() for name, r in rehearsals.items() if r},
+            "others": self.others,
+            "rehearsals": {name: r.to_json() for name, r in self.rehearsals.items()},
         }
 
 
@@ -80,7 +70,7 @@ def plan_within(
     untouched = run()
     limit = parse_budget(budget, untouched.gpu_bytes)
     run = partial(run, alloc_conf=untouched.environment.get("alloc_conf") or SEGMENTS)
-    kept = Found(budget_bytes=limit, untouched=untouched)
+    kept = Found(budget_bytes=limit, rehearsals={"untouched": untouched})
     fits = untouched.gpu_bytes <= limit
     if fits and more_ranks is None:
         return kept
@@ -94,18 +84,21 @@ def plan_within(
         told = plans.predicted
         if fits and told["added_ns"] >= 0:
             return kept
-        kept = replace(kept, saved=saved, planned=planned, plans=plans)
+        kept = replace(
+            kept, rehearsals={"untouched": untouched, "saved": saved, "plan": planned}, plans=plans
+        )
     if fits:
         return kept
     others = [
-        Other(what="every block checkpointed", gpu_bytes=told["every_block_bytes"],
-              added_percent=told["every_block_percent"]),
-        Other(what="half the micro-batch, no plan", gpu_bytes=_half_the_batch(saved)),
+        {"what": "every block checkpointed", "gpu_bytes": told["every_block_bytes"], "rehearsed": False,
+         "added_percent": told["every_block_percent"]},
+        {"what": "half the micro-batch, no plan", "gpu_bytes": _half_the_batch(saved), "rehearsed": False},
     ]  # fmt: skip
     if more_ranks is not None:
         say("Rehearsing it untouched on twice as many ranks ...")
         twice = more_ranks()
-        others.append(Other(what=f"{twice.ranks} ranks, no plan", gpu_bytes=twice.gpu_bytes, rehearsed=True))
+        what = f"{twice.ranks} ranks, no plan"
+        others.append({"what": what, "gpu_bytes": twice.gpu_bytes, "rehearsed": True})
     return replace(kept, others=(*others,))
 
 
@@ -129,7 +122,15 @@ def _rehearsed(
     for _ in range(MOST_PLANS):
         answer = ask(problem, question(max(1, within), budget_of=ALLOCATED, levers=()))
         if answer.refusal is not None and not seen:
-            raise _refused(answer, limit, beside, saved)
+            assert isinstance(answer.refusal, Infeasible)
+            figures = answer.refusal.figures
+            lowest = figures["lowest_peak_bytes"] + beside
+            floor = figures["floor"]["peak_allocated_bytes"] + saved.outside_bytes
+            raise BudgetError(
+                f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
+                f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}. Give a larger budget, more ranks, or a "
+                f"smaller micro-batch: half of it would take about {show_bytes(_half_the_batch(saved))} without a plan."
+            )
         if answer.found is None or answer.found.plan.actions in seen:
             break
         actions, after = answer.found.plan.actions, answer.found.planned.timeline
@@ -177,19 +178,6 @@ def _rehearsed(
             f"{show_bytes(lowest)} of the GPU. Give a budget of that or more."
         )
     return best[1:]
-
-
-def _refused(answer: Answer, limit: int, beside: int, saved: Rehearsal) -> BudgetError:
-    assert isinstance(answer.refusal, Infeasible)
-    figures = answer.refusal.figures
-    lowest = figures["lowest_peak_bytes"] + beside
-    floor = figures["floor"]["peak_allocated_bytes"] + saved.outside_bytes
-    return BudgetError(
-        f"no plan of the blocks keeps {show_bytes(limit)} of the GPU: the lowest that was found takes about "
-        f"{show_bytes(lowest)}. None goes below {show_bytes(floor)}. Give a larger budget, more ranks, or a smaller "
-        "micro-batch: half of it would take about "
-        f"{show_bytes(_half_the_batch(saved))} without a plan."
-    )
 
 
 def _half_the_batch(saved: Rehearsal) -> int:

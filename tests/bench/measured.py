@@ -68,7 +68,7 @@ def measured(case: Mapping[str, Any]) -> dict[str, Any]:
     port = {"MASTER_PORT": str(29500 + WAYS.index(case["name"]))} if job else {}
     given = {
         "model": case["model"], "script": is_script(case["model"]), "arguments": case.get("arguments", ()),
-        "options": case.get("options", {}), "seed": 0, "plan": "", "apply": "", "around": (),
+        "options": case.get("options", {}), "seed": 0, "apply": (), "around": (), "shard": (),
         "iterations": case["iterations"], "snapshot": "", "context_bytes": 0, "gpu": "h200", "memory_bytes": 0,
     }  # fmt: skip
     return run_fresh("tests.bench.measured:on_the_gpu", given, what="measured", overriding={**job, **port})

@@ -85,7 +85,8 @@ def rehearsed(
     model: str, gpu: str, options: dict[str, Any], plan: Path | None = None, iterations: int = ITERATIONS
 ) -> Rehearsal:
     """The rehearsal of one step; raises LowtideError if the GPU's memory does not suffice."""
-    found = rehearse(model, gpu, options=options, plan=plan, apply=APPLY, iterations=iterations)
+    planned = (APPLY, str(plan)) if plan else ()
+    found = rehearse(model, gpu, options=options, apply=planned, iterations=iterations)
     if found.out_of_memory:
         raise LowtideError(found.out_of_memory)
     return found

@@ -179,6 +179,6 @@ def test_what_would_be_passed_over_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="run as a script"):
         rehearse(str(script), "h100", options={"batch_size": 2})
     with pytest.raises(SpecError, match="leave --plan out"):
-        rehearse(str(script), "h100", plan=tmp_path / "plan.json")
+        rehearse(str(script), "h100", apply=("a:b", "plan.json"))
     with pytest.raises(SpecError, match="no script"):
         rehearse("resnet18", "h100", arguments=("--epochs", "1"))

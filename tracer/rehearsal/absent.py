@@ -42,9 +42,9 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: A
     rendezvous = import_module("torch.distributed.rendezvous")  # the package has a function of that name
     known = {"_kept": {}, "_rank": rank, "_ranks": ranks, "_words": words}
     stores = dict.fromkeys(("TCPStore", "FileStore"), type("Shared", (Answering,), known))
-    own, tensors = Objects(rank, words), Tensors(rank, words, driver)
-    exchanges = {name: getattr(own, name) for name in vars(Objects) if not name.startswith("_")}
-    exchanges |= {name: tensors.telling(getattr(c10d, name)) for name in ("broadcast", "isend", "irecv")}
+    own = Exchanges(rank, words, driver)
+    exchanges = {name: getattr(own, name) for name in vars(Exchanges) if not name.startswith("_")}
+    exchanges |= {name: own._telling(getattr(c10d, name)) for name in ("broadcast", "isend", "irecv")}
 
     def start(function: Callable[..., Any], args: Sequence[Any] = (), *_: Any, **__: Any) -> None:
         function(local_rank, *args)
@@ -155,12 +155,13 @@ class Answering(dist.Store):
         return self
 
 
-class Objects:
-    """Exchanges of Python objects: every rank gives what this one gives, unless one alone gives, which is asked. Their
-    bytes are not on the GPU."""
+class Exchanges:
+    """Of Python objects every rank gives what this one gives, unless one alone gives, which is asked. Their bytes are
+    not on the GPU. Values of small tensors that one rank alone gives it says, and the others hear them where the host
+    reads them. Counts: what Python broadcasts, sends and receives. Ignores: what a kernel made, which nobody knows."""
 
-    def __init__(self, rank: int, words: Words) -> None:
-        self._rank, self._words = rank, words
+    def __init__(self, rank: int, words: Words, driver: Any) -> None:
+        self._rank, self._words, self._driver = rank, words, driver
 
     def all_gather_object(self, object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
         object_list[:] = [_copied(obj) for _ in object_list]
@@ -212,15 +213,7 @@ class Objects:
         self._words.say(word, mine)
         return mine
 
-
-class Tensors:
-    """Values of small tensors that one rank alone gives: it says them, and the others hear them where the host reads
-    them. Counts: what Python broadcasts, sends and receives. Ignores: what a kernel made, which nobody knows."""
-
-    def __init__(self, rank: int, words: Words, driver: Any) -> None:
-        self._rank, self._words, self._driver = rank, words, driver
-
-    def telling(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
+    def _telling(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's `broadcast`, `isend` or `irecv`, which tells values."""
         signature = inspect.signature(exchange)
 

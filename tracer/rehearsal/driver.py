@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from tracer.rehearsal.stubs import stub_source, undefined_symbols
-from traces.devices import Device, architecture
+from traces.devices import CONTEXT_BYTES, Device, architecture
 from traces.errors import EnvironmentProblem
 from traces.files import cache_directory
 from traces.provenance import ABSENT, NAME
@@ -165,12 +165,8 @@ def _compiled_for(torch: CudaTorch, gpu: Device) -> int:
     return max((k for k in known if k // 10 == major and k % 10 <= minor), default=10 * major + minor)
 
 
-def driver_environment(
-    torch: CudaTorch, gpu: Device, *, context_bytes: int = 0, devices: int = 1
-) -> dict[str, str]:
-    """The variables under which a fresh process finds so many such GPUs, and torch's CUDA code runs without one.
-    `context_bytes`: what the CUDA context takes of the device's memory before torch asks for any.
-    """
+def driver_environment(torch: CudaTorch, gpu: Device, *, devices: int = 1) -> dict[str, str]:
+    """The variables under which a fresh process finds so many such GPUs, and torch's CUDA code runs without one."""
     place = driver_directory(torch)
     limits = architecture(gpu)
     own = os.pathsep.join(str(place / n) for n in (LIBRARY, MANAGEMENT, _compiler_library(torch.cuda[0])))
@@ -180,7 +176,7 @@ def driver_environment(
         "MINOR": gpu.sm[1],
         "MULTIPROCESSORS": gpu.multiprocessors,
         "MEMORY": gpu.memory_bytes,
-        "CONTEXT": context_bytes,
+        "CONTEXT": CONTEXT_BYTES,
         "L2": gpu.l2_bytes,
         "THREADS": limits["threads"],
         "BLOCKS": limits["blocks"],

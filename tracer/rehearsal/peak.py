@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from linecache import getline
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +78,8 @@ def at_the_peak(
     counts: Counter[tuple[str, str]] = Counter()
     categories = dict.fromkeys(CATEGORIES, 0)
     for event in held:
-        key = line, phase = line_of_frames(event["frames"]), phase_at(event["time_us"])
+        line, _ = innermost((f["filename"], f["line"], f["name"]) for f in event["frames"])
+        key = line, phase = line, phase_at(event["time_us"])
         sizes[key] += event["size"]
         counts[key] += 1
         k = bisect_left(addresses, event["addr"])
@@ -113,14 +115,10 @@ def _step(blocks: dict[int, Event], event: Event) -> int:
     return 0
 
 
-def line_of_frames(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line that is not torch's own: "modeling_bert.py:362 forward"."""
-    for frame in frames:
-        if not foreign(frame["filename"]):
-            return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-    return ""
-
-
-def foreign(file: str) -> bool:
-    """Return whether users do not look at a line of that file: torch's own, Lowtide's, or no file at all."""
-    return is_foreign(file) or not file.endswith(".py")
+def innermost(frames: Iterable[tuple[str, int | None, str]]) -> tuple[str, str]:
+    """The innermost line that users look at, of no code of torch's or Lowtide's ("modeling_bert.py:362 forward"), and
+    its text; "": there is none. `frames`: files, lines and functions, from the innermost on."""
+    for file, line, name in frames:
+        if file.endswith(".py") and not is_foreign(file):
+            return f"{Path(file).name}:{line} {name}", getline(file, line or 0).strip()
+    return "", ""

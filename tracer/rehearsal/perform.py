@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from tracer.environment import environment
-from tracer.rehearsal.peak import foreign
-from tracer.rehearsal.record import Rehearsal
+from tracer.rehearsal.peak import innermost
+from tracer.rehearsal.record import HOST_READ, Rehearsal, describe
 from tracer.rehearsal.watch import Enough, Watch, names, null_driver
 from tracer.rehearsal.words import Words
 from tracer.step import context
 from tracer.step.context import initialisers_without_values
-from tracer.step.loop import TrainingStep, run_step
-from tracer.step.step import BuildStep, load_spec
+from tracer.step.loop import run_step
+from tracer.step.step import load_spec
 from tracer.torch_api import FakeTensorMode, replaced
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.files import replacing, to_json
@@ -38,14 +38,12 @@ def do(
     arguments: Sequence[str],
     options: Mapping[str, Any],
     seed: int,
-    plan: str,
-    apply: str,
+    apply: Sequence[str],
     around: Sequence[str],
     shard: Sequence[str],
     iterations: int,
     snapshot: str,
     module: bool = False,
-    local_rank: int = 0,
     said: str = "",
     until: str = "",
     **fields: Any,
@@ -59,9 +57,11 @@ def do(
     most, failed = iterations if script else 0, True
     out_of_memory = ""
     others: Any = nullcontext()
+    local_rank = 0
     if not (ranks := fields.get("ranks", 0)):
         watch = Watch(most_iterations=most)
     else:
+        local_rank = int(os.environ["LOCAL_RANK"])
         from tracer.rehearsal.absent import absent_ranks, finish_pending
 
         # The threads of NCCL's groups would ask the store while the interpreter ends.
@@ -75,15 +75,27 @@ def do(
             if script:
                 _script(model, arguments, watch, module=module)
             else:
-                step = _step(load_spec(model, dict(options), seed=seed), shard, local_rank)
-                planned = pkgutil.resolve_name(apply)(step.model, plan) if plan else step.model
-                _loop(step, planned, iterations, watch)
+                torch.cuda.set_device(local_rank)
+                # To be sharded, it is built with the model on the CPU.
+                with replaced(context, placed=lambda *_: None) if shard else nullcontext():
+                    step = load_spec(model, dict(options), seed=seed)("cuda")
+                if shard:
+                    step = pkgutil.resolve_name(shard[0])(step, *shard[1:])
+                model_called = pkgutil.resolve_name(apply[0])(step.model, *apply[1:]) if apply else step.model
+                # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
+                with FakeTensorMode():
+                    torch.empty(1, device="cuda")
+                watch.begin()
+                for _ in counted(range(iterations), str):
+                    run_step(step, model_called, step.optimizer)
+                    watch.end()
     except torch.cuda.OutOfMemoryError as error:
         out_of_memory = " ".join(str(error).split())
     except LowtideError:
         raise
     except BaseException as error:  # of which torch's own of checkpoints is one
-        raise explained(error, model if script else "", watch.reads(), ranks) from error
+        reads = [describe(w) for w in watch.warnings() if w.code == HOST_READ]
+        raise explained(error, model if script else "", reads, ranks) from error
     if not watch.iterations and not out_of_memory:
         raise SpecError(
             f"{model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a build "
@@ -116,29 +128,6 @@ def do(
     return to_json(done)
 
 
-def _step(build: BuildStep, shard: Sequence[str], local_rank: int) -> TrainingStep:
-    """The step as it is built; to be sharded, with the model still on the CPU."""
-    if not shard:
-        return build("cuda")
-    torch.cuda.set_device(local_rank)
-    with replaced(context, placed=lambda *_: None):
-        step = build("cuda")
-    function, *given = shard
-    sharded: TrainingStep = pkgutil.resolve_name(function)(step, *given)
-    return sharded
-
-
-def _loop(step: TrainingStep, model: Any, iterations: int, watch: Watch) -> None:
-    """The ordinary loop around a step that Lowtide can build."""
-    # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
-    with FakeTensorMode():
-        torch.empty(1, device="cuda")
-    watch.begin()
-    for _ in counted(range(iterations), str):
-        run_step(step, model, step.optimizer)
-        watch.end()
-
-
 def _script(model: str, arguments: Sequence[str], watch: Watch, *, module: bool = False) -> None:
     """The user's own script, as `python FILE ARGUMENTS` or `python -m MODULE ARGUMENTS` runs it, for its iterations."""
     path = Path(model).resolve()
@@ -168,12 +157,12 @@ def explained(
             f"the step asks CUDA for what the null driver has not ({', '.join(lacking)}), and ended with: {text}. "
             "Rehearse a step without it, or measure on a GPU."
         )
-    told = f" The rehearsal had answered reads of the GPU's values: {'; '.join(reads)}." if reads else ""
+    told = f" The rehearsal had answered reads of the GPU's values: {' '.join(reads)}" if reads else ""
     told += " The ranks that are not there were taken to hold what this one holds." if ranks > 1 else ""
     if not script:
         error.add_note(told.strip())
         return error
     traceback.print_exception(error)
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if not foreign(f.filename)]
-    where = f" at {Path(lines[-1].filename).name}:{lines[-1].lineno} {lines[-1].name}" if lines else ""
-    return SpecError(f"{script} ended with {type(error).__name__}{where}: {text}.{told}")
+    stack = reversed(traceback.extract_tb(error.__traceback__))
+    where, _ = innermost((f.filename, f.lineno, f.name) for f in stack)
+    return SpecError(f"{script} ended with {type(error).__name__}{where and f' at {where}'}: {text}.{told}")

@@ -13,13 +13,23 @@ from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures, steady
 from traces.records.plan import PredictionWarning
 
-# Codes of warnings.
-HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, and was told something
-MASK: Final = "rehearsal-mask"  # a mask was taken to select all
-# A library's buffers were counted as empty, since nobody knows their size.
+# Codes of warnings, and what they say.
+HOST_READ: Final = "rehearsal-host-read"
+MASK: Final = "rehearsal-mask"
 ASSUMED: Final = "rehearsal-assumed"
-# A function was asked for that the null driver has not, and torch did without.
 MISSING: Final = "rehearsal-missing"
+SENTENCES: Final = {
+    HOST_READ: "{place} reads {bytes} bytes from the GPU, {times} times, and is told {told}.",
+    MASK: "{place} asks what a mask selects, {times} times, and is told all: the most that it can take.",
+    ASSUMED: "{place}'s buffers count as empty: only a GPU knows how large they are.",
+    MISSING: "{place} was asked for, which the null driver has not; torch went on without.",
+}
+
+
+def describe(warning: PredictionWarning) -> str:
+    """A rehearsal's warning as a sentence."""
+    place = warning.subject or "code without a line in Python"
+    return SENTENCES[warning.code].format(place=place, **warning.figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +93,7 @@ class Rehearsal:
     alive: tuple[Alive, ...] = ()  # at the peak of the last iteration, the largest first
     at_the_peak: Mapping[str, int] = field(
         default_factory=dict
-    )  # all of that in bytes, by what it is to training
+    )  # all of that, bytes by what it is to training
     warnings: tuple[PredictionWarning, ...] = ()
     # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
     out_of_memory: str = ""
@@ -110,11 +120,6 @@ class Rehearsal:
         return not self.out_of_memory and self.gpu_bytes <= self.memory_bytes
 
     @property
-    def first(self) -> Peaks:
-        """The first iteration's peaks, in which the optimizer makes its state."""
-        return self.iterations[0].peaks
-
-    @property
     def steady(self) -> Peaks:
         """The highest of the steady iterations."""
         return reduce(or_, (i.peaks for i in steady(self.iterations)))
@@ -125,7 +130,7 @@ class Rehearsal:
         return RunFigures(
             peak_allocated_bytes=self.steady.requested_bytes,
             peak_block_bytes=self.steady.allocated_bytes,
-            peak_reserved_bytes=max(self.first.reserved_bytes, self.steady.reserved_bytes),
+            peak_reserved_bytes=max(self.iterations[0].peaks.reserved_bytes, self.steady.reserved_bytes),
             peaks_bytes=tuple(i.peaks.requested_bytes for i in self.iterations),
             reserved_bytes=tuple(i.peaks.reserved_bytes for i in self.iterations),
         )
@@ -137,6 +142,5 @@ class Rehearsal:
             "fits": self.fits,
             "outside_bytes": self.outside_bytes,
             "gpu_bytes": self.gpu_bytes,
-            "first": to_json(self.first),
             "steady": to_json(self.steady),
         }

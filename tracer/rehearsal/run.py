@@ -40,8 +40,7 @@ def rehearse(
     options: Mapping[str, Any] | None = None,
     arguments: tuple[str, ...] = (),
     script: bool | None = None,
-    plan: Path | None = None,
-    apply: str = "",
+    apply: tuple[str, ...] = (),
     around: tuple[str, ...] = (),
     shard: tuple[str, ...] = (),
     seed: int = 0,
@@ -65,8 +64,8 @@ def rehearse(
         options: of the step (batch_size, optimizer ...), as `tracer.step.step.load_spec` takes them.
         arguments: of a script.
         script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
-        plan: the file of a plan for the model; apply: the "module:function" that applies it, which takes the model and
-            the file and returns the model to call.
+        apply: the "module:function" that applies a plan, which takes the model and returns the one to call, and what
+            else it takes: the plan's file.
         around: the "module:function" of a context in which the loop or the script runs, and its arguments.
         shard: the "module:function" that makes the step of one of several ranks of the step that was built, its model
             on the CPU, and its arguments.
@@ -90,7 +89,18 @@ def rehearse(
     """
     board = device(gpu) if isinstance(gpu, str) else gpu
     runs_script = module or (is_script(model) if script is None else script)
-    _check(model, runs_script, options or {}, arguments, plan)
+    if runs_script and options:
+        raise SpecError(
+            f"{model} is run as a script, so {', '.join(options)} cannot be given; pass its own arguments."
+        )
+    if runs_script and apply:
+        raise SpecError(
+            f"{model} is run as a script, which applies a plan itself (executor.apply_plan); leave --plan out."
+        )
+    if arguments and not runs_script:
+        raise SpecError(
+            f"{model} is no script, so nothing takes the arguments {' '.join(arguments)}; give options instead."
+        )
     if shard and (runs_script or job is None):
         why = "a script shards its model itself" if runs_script else "it belongs to a job of several --ranks"
         raise SpecError(f"{model}: leave --shard out; {why}.")
@@ -105,7 +115,6 @@ def rehearse(
         "arguments": arguments,
         "options": dict(options or {}),
         "seed": seed,
-        "plan": str(plan or ""),
         "apply": apply,
         "around": around,
         "shard": shard,
@@ -113,8 +122,8 @@ def rehearse(
         "snapshot": str(snapshot.absolute()) if snapshot else "",
         "context_bytes": CONTEXT_BYTES,
         "module": module,
+        "ranks": job.ranks if job else 0,
     }
-
     begun: set[int] = set()
     asked: dict[str, str] = {}  # why the rank did not say it
 
@@ -124,19 +133,10 @@ def rehearse(
         until = "" if number in begun else word
         begun.add(number)
         while True:
-            of_rank = (
-                {"rank": number, "ranks": job.ranks, "local_rank": number % job.local_ranks} if job else {}
-            )
             answer = run_on_null_driver(
                 "tracer.rehearsal.perform:do",
-                {
-                    **given,
-                    **of_rank,
-                    "gpu": there.name,
-                    "memory_bytes": there.memory_bytes,
-                    "said": said,
-                    "until": until,
-                },
+                given
+                | {"gpu": there.name, "memory_bytes": there.memory_bytes, "rank": number, "until": until},
                 there,
                 what=f"rehearsed {model}",
                 environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
@@ -161,30 +161,13 @@ def rehearse(
         return from_json(Rehearsal, perform(there, rank))
 
     with TemporaryDirectory() as said:
+        given["said"] = said
         found = run(board)
         if found.fits:
             return found
         wanted = run(replace(board, memory_bytes=LARGE_BYTES))
     why = found.out_of_memory or "nothing; NCCL found no room when torch had reserved its own"
     return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=why)
-
-
-def _check(
-    model: str, script: bool, options: Mapping[str, Any], arguments: tuple[str, ...], plan: Path | None
-) -> None:
-    """Refuse what would be passed over in silence."""
-    if script and options:
-        raise SpecError(
-            f"{model} is run as a script, so {', '.join(options)} cannot be given; pass its own arguments."
-        )
-    if script and plan is not None:
-        raise SpecError(
-            f"{model} is run as a script, which applies a plan itself (executor.apply_plan); leave --plan out."
-        )
-    if arguments and not script:
-        raise SpecError(
-            f"{model} is no script, so nothing takes the arguments {' '.join(arguments)}; give options instead."
-        )
 
 
 def is_script(model: str) -> bool:
@@ -204,32 +187,15 @@ def run_on_null_driver(
     arguments: Mapping[str, Any],
     gpu: Device,
     *,
-    what: str,
-    environment: Mapping[str, str] | None = None,
-    overriding: Mapping[str, str] | None = None,
     devices: int = 1,
-    shown: bool = False,
+    overriding: Mapping[str, str] | None = None,
+    **how: Any,
 ) -> dict[str, Any]:
-    """Call "module:function" in a fresh process that finds that GPU; see `traces.isolated.run_fresh`.
-
-    Args:
-        function: what to call; it returns a JSON object.
-        arguments: its arguments by name, all of them JSON.
-        gpu: of the device table.
-        what: what the process does, for messages ("rehearsed the plan").
-        environment: further variables, set unless they are set already; overriding: those that are in any case.
-        devices: how many such GPUs it finds.
-        shown: write what the process says to stderr, once it has ended.
-
-    Raises:
-        EnvironmentProblem: no CUDA build of torch, no C compiler, or the process died.
-        LowtideError: the process reported an error.
+    """Call "module:function" in a fresh process that finds so many of that GPU, as `traces.isolated.run_fresh` does,
+    which says what else there is. Raises as that, and EnvironmentProblem: no CUDA build of torch, no C compiler.
     """
-    driver = driver_environment(find_cuda_torch(), gpu, context_bytes=CONTEXT_BYTES, devices=devices)
-    all_given = {**driver, **(overriding or {})}
-    return run_fresh(
-        function, arguments, what=what, environment=environment, overriding=all_given, shown=shown
-    )
+    driver = driver_environment(find_cuda_torch(), gpu, devices=devices)
+    return run_fresh(function, arguments, overriding={**driver, **(overriding or {})}, **how)
 
 
 def traced_on_null_driver(
@@ -239,18 +205,19 @@ def traced_on_null_driver(
     `device="cuda"` in a fresh process that finds that GPU, with as much memory as it takes. Raises as `trace` does, and
     SpecError: the objects cannot be carried there.
     """
-    driver = driver_environment(find_cuda_torch(), replace(gpu, memory_bytes=LARGE_BYTES))
+    find_cuda_torch()  # or nothing need be carried
     with TemporaryDirectory() as name:
         folder = Path(name)
         if objects:
             from tracer.rehearsal.objects import save
 
             save(objects, folder / OBJECTS)
-        answer = run_fresh(
+        answer = run_on_null_driver(
             "tracer.api:trace_there",
             {"folder": name, "request": dict(request)},
+            replace(gpu, memory_bytes=LARGE_BYTES),
             what=f"rehearsed the step on {gpu.name}",
-            overriding={**driver, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            overriding={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
         for line in answer["said"]:
             say(line)
@@ -263,7 +230,7 @@ def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "")
     `alloc_conf`: PYTORCH_ALLOC_CONF, unless the environment sets it. Raises EnvironmentProblem: no CUDA build of torch,
     no C compiler; SpecError: there is no such GPU.
     """
-    driver = driver_environment(find_cuda_torch(), device(gpu), context_bytes=CONTEXT_BYTES)
+    driver = driver_environment(find_cuda_torch(), device(gpu))
     settings = dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else {}
     # It finds the packages where this process found them.
     root = str(Path(__file__).resolve().parents[2])

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import linecache
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from tracer.rehearsal.peak import BEFORE, MOST_LINES, at_the_peak, foreign, owned_by
+from tracer.rehearsal.peak import BEFORE, MOST_LINES, at_the_peak, innermost, owned_by
 from tracer.rehearsal.record import (
     ASSUMED,
     HOST_READ,
@@ -221,14 +220,6 @@ class Watch:
         )
         return tuple(Communicator(ranks=r[0], nbytes=r[1]) for r in reversed(rows)), most
 
-    def reads(self) -> list[str]:
-        """The values that were read, the most frequent first, in words."""
-        found = self._reads.most_common(MOST_LINES)
-        return [
-            f"{where or 'code without a line in Python'} ({size} bytes, {'true' if told else 'zero'})"
-            for (where, size, told), _ in found
-        ]
-
     def at_the_peak(self) -> tuple[tuple[Alive, ...], dict[str, int]]:
         """Return what was in use at the highest point of the last iteration, by the line that asked for it and by
         category.
@@ -268,14 +259,10 @@ def names(text: bytes) -> list[str]:
 
 
 def _line_of(frame: Any) -> tuple[str, str]:
-    """The innermost line from a frame on outwards that is not torch's own, and its text."""
-    while frame is not None:
-        code = frame.f_code
-        if not foreign(code.co_filename):
-            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}", text
-        frame = frame.f_back
-    return "", ""
+    """The innermost line that users look at, from a frame on outwards, and its text."""
+    return innermost(
+        (f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)
+    )
 
 
 def _now_us() -> int:
