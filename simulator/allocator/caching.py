@@ -53,7 +53,7 @@ class AllocatorFigures:
 class Pool:
     """The free blocks of one size class, by stream: sorted lists, so that best fit is one bisection.
 
-    Of equally large blocks the settings say which comes first.
+    Of equally large blocks the settings say which comes first; those without pages lie by their addresses.
     """
 
     __slots__ = ("free", "small", "ties", "unmapped")
@@ -63,28 +63,24 @@ class Pool:
         self.ties = ties
         # By stream, each sorted. A block's number stands in its rank: recordings that lie have two at one address.
         self.free: dict[int, list[tuple[int, int, int, Block]]] = {}  # size, rank
-        self.unmapped: dict[int, list[tuple[int, int, Block]]] = {}  # address, number
+        self.unmapped: dict[int, list[tuple[int, int, int, Block]]] = {}  # address, number
 
     def insert(self, block: Block) -> None:
-        insort(self.free.setdefault(block.stream, []), (*self._rank(block), block))
+        of = self.free if block.mapped else self.unmapped
+        insort(of.setdefault(block.stream, []), (*self._rank(block), block))
 
     def remove(self, block: Block) -> None:
-        blocks = self.free[block.stream]
+        blocks = (self.free if block.mapped else self.unmapped)[block.stream]
         del blocks[bisect_left(blocks, self._rank(block))]
 
     def _rank(self, block: Block) -> tuple[int, int, int]:
+        if not block.mapped:
+            return block.address, block.serial, 0
         if self.ties == OLDER_SEGMENT:
             return block.size, block.segment_serial, block.address
         if self.ties == LOWEST_ADDRESS:
             return block.size, block.address, block.serial
         return block.size, block.serial, 0
-
-    def insert_unmapped(self, block: Block) -> None:
-        insort(self.unmapped.setdefault(block.stream, []), (block.address, block.serial, block))
-
-    def remove_unmapped(self, block: Block) -> None:
-        blocks = self.unmapped[block.stream]
-        del blocks[bisect_left(blocks, (block.address, block.serial))]
 
     def blocks(self) -> Iterator[Block]:
         """The free blocks by stream, size, rank."""
@@ -347,7 +343,7 @@ class Allocator:
             return None
         block = Block(self._place(segment, stream, False), segment, stream, pool)
         self._end = max(self._end, block.address + segment)
-        self._reserve("segment_alloc", block.address, segment)
+        self._ask("segment_alloc", block.address, segment)
         return block
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
@@ -385,7 +381,7 @@ class Allocator:
         fresh = Block(self._place(length, stream, True), length, stream, pool)
         fresh.expandable, fresh.mapped = True, False
         self._end = max(self._end, fresh.address + length)
-        pool.insert_unmapped(fresh)
+        pool.insert(fresh)
         return fresh
 
     def _map(self, block: Block, size: int) -> bool:
@@ -395,13 +391,13 @@ class Allocator:
         if not self._driver_has(length):
             return False
         pool, address = block.pool, block.address
-        pool.remove_unmapped(block)
+        pool.remove(block)
         if length < block.size:
-            pool.insert_unmapped(block.cut(length))
+            pool.insert(block.cut(length))
         block.mapped = True
         self._merge(block)
         pool.insert(block)
-        self._reserve("segment_map", address, length)
+        self._ask("segment_map", address, length)
         return True
 
     def _unmap(self, block: Block) -> bool:
@@ -421,23 +417,20 @@ class Allocator:
         block.mapped = False
         self._merge(block)
         if block.is_split:  # otherwise the range is empty, and its addresses go back as well
-            pool.insert_unmapped(block)
-        self._give_back("segment_unmap", start, end - start)
+            pool.insert(block)
+        self._ask("segment_unmap", start, start - end)
         return True
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
-        self._give_back("segment_free", block.address, block.size)
+        self._ask("segment_free", block.address, -block.size)
 
     def _merge(self, block: Block) -> None:
         """Take in the free neighbours of an unlisted block."""
         for other in (block.prev, block.next):
             if other is None or not other.usable or other.mapped != block.mapped:
                 continue
-            if other.mapped:
-                other.pool.remove(other)
-            else:
-                other.pool.remove_unmapped(other)
+            other.pool.remove(other)
             block.size += other.size
             if other is block.prev:
                 block.address, block.prev = other.address, other.prev
@@ -454,14 +447,11 @@ class Allocator:
     def _driver_has(self, size: int) -> bool:
         return self.device_memory_bytes is None or self.reserved + size <= self.device_memory_bytes
 
-    def _reserve(self, action: str, address: int, size: int) -> None:
+    def _ask(self, action: str, address: int, size: int) -> None:
+        """Ask the driver for memory, or give some back (less than 0)."""
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.segment_events.append(SegmentEvent(action=action, address=address, size_bytes=size))
-
-    def _give_back(self, action: str, address: int, size: int) -> None:
-        self.reserved -= size
-        self.segment_events.append(SegmentEvent(action=action, address=address, size_bytes=size))
+        self.segment_events.append(SegmentEvent(action=action, address=address, size_bytes=abs(size)))
 
 
 def _grown(block: Block) -> int:

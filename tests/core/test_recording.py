@@ -180,7 +180,8 @@ def test_free_blocks_at_one_address_have_an_order() -> None:
         first, second = Block(0, 512, 0, pool), Block(0, 512, 0, pool)
         for block in (first, second):
             pool.insert(block)
-            pool.insert_unmapped(block)
+            block.mapped = False
+            pool.insert(block)
         assert [b for *_, b in pool.free[0]] == [b for *_, b in pool.unmapped[0]] == [first, second]
 
 
