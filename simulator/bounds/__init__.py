@@ -52,7 +52,7 @@ whole or not at all. So near the floor it is far below what the best plan adds.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, Final
@@ -160,7 +160,6 @@ class Instants:
             n for n, again in zip(of_steps.peak_bytes, of_steps.recompute, strict=True) if not again
         ]
         self._instants: dict[int, Instant] = {}
-        self._bounds: dict[int, Bound] = {}  # by budget
         # Each pair of an op and a storage that it reads, once.
         n_st = max(1, len(sts))
         counts = np.fromiter((len(r) for r in ops.reads), np.int64, len(ops))
@@ -289,45 +288,35 @@ class Instants:
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look."""
-        if budget_bytes not in self._bounds:
-            self._bounds[budget_bytes] = self._found(budget_bytes)
-        return self._bounds[budget_bytes]
+        return self.problem.once(("bound", budget_bytes), lambda _: self._found(budget_bytes))
 
     def _found(self, budget_bytes: int) -> Bound:
-        if budget_bytes < self.floor.peak_bytes:
-            return self._infeasible(self.floor.op, self.floor.peak_bytes)
-        best, at = (0, 0, 1), TURN
-        for op in self.overfull(budget_bytes):
+        nothing = best = 0, 0, 1
+        at, least = (
+            (TURN, 0) if budget_bytes >= self.floor.peak_bytes else (self.floor.op, self.floor.peak_bytes)
+        )
+        for op in () if least else self.overfull(budget_bytes):
             instant = self.at(op)
             found = instant.added(budget_bytes)
             if found is None:
                 least = instant.unavoidable_bytes + instant.most_bytes - sum(b for _, b in instant.steps)
-                return self._infeasible(op, least)
+                best, at = nothing, op
+                break
             if found[0] > best[0]:
                 best, at = found, op
-        reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING_SHOWN
-        return self._bound(at, best, reason)
-
-    def _bound(self, op: int, found: tuple[int, int, int], reason: str) -> Bound:
-        """`found`: as `Instant.added` gives it."""
-        added_time_ns, price_ns, price_bytes = found
+        then = "when forward has ended" if at == TURN else f"while {self.trace.ops.name[at]} (op {at}) runs"
+        reason = f"what must be in memory {then} {TOO_LITTLE}" if best[0] else NOTHING_SHOWN
+        if least:
+            reason = f"no plan fits: {then} at least {least} bytes are in memory, whatever is computed again"
         return Bound(
-            feasible=True,
-            added_time_ns=added_time_ns,
-            overhead_percent=100 * added_time_ns / self.trace.time_ns if self.trace.time_ns else 0.0,
-            op=op,
-            price_ns=price_ns,
-            price_bytes=price_bytes,
+            feasible=not least,
+            added_time_ns=best[0],
+            overhead_percent=100 * best[0] / self.trace.time_ns if self.trace.time_ns else 0.0,
+            op=at,
+            price_ns=best[1],
+            price_bytes=best[2],
             reason=reason,
         )
-
-    def _infeasible(self, op: int, least_bytes: int) -> Bound:
-        least = f"at least {least_bytes} bytes are in memory, whatever is computed again"
-        bound = self._bound(op, (0, 0, 1), f"no plan fits: {self._while(op)} {least}")
-        return replace(bound, feasible=False)
-
-    def _while(self, op: int) -> str:
-        return "when forward has ended" if op == TURN else f"while {self.trace.ops.name[op]} (op {op}) runs"
 
 
 def bounder_of(problem: Problem) -> Instants:

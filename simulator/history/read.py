@@ -9,16 +9,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+from simulator.allocator.device import kind_of
 from simulator.allocator.replay import load_plain
 from simulator.core.problem import holdings
 from simulator.history.run import NO_MODULE, History, of_layers, parts_of
 from simulator.history.snapshot import OTHER, history_of
 from simulator.planners.outcome import where
-from simulator.prediction.ask import Question, problem_of
-from simulator.prediction.step import Prediction, predict
+from simulator.prediction.ask import Question, problem_of, simulate
+from simulator.prediction.step import Prediction
 from traces.errors import SpecError, TraceError
 from traces.records.measurement import Measurement
-from traces.records.plan import Plan
 from traces.records.trace import ACTIVATION, BUFFER, GRADIENT, PARAMETER, WORKSPACE
 
 KNOWN: Final = (
@@ -73,14 +73,9 @@ def read(name: str, question: Question, trace: str | None = None) -> Source:
 
 def of_trace(name: str, plan: Path | None, question: Question) -> Source:
     """A trace with everything saved, or by its plan; the steady iteration."""
-    problem, made = problem_of(name), None if plan is None else Plan.load(plan)
-    if (
-        made is not None
-        and question.alloc_conf is None
-        and made.meta.alloc_conf != problem.trace.meta.alloc_conf
-    ):
-        question = replace(question, alloc_conf=made.meta.alloc_conf)
-    c = predict(problem, question.setting(problem.trace.meta), made)
+    problem = problem_of(name)
+    device = question.device(kind_of(problem.trace.meta))
+    c = simulate(problem, plan, alloc_conf=question.alloc_conf, device=device)
     return Source(history=of_prediction(c, name if plan is None else str(plan)), prediction=c)
 
 
@@ -118,9 +113,8 @@ def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
     highest = max(peaks, key=peaks.__getitem__)
     categories = {NAMES.get(k, k): n for k, n in r["at_the_peak"].items()}
     told = [("", row["line"].partition(":")[0], row["line"], row["requested_bytes"]) for row in r["alive"]]
-    told.append(
-        ("", "", "", max(0, sum(categories.values()) - sum(row[-1] for row in told)))
-    )  # in smaller lines
+    in_smaller_lines = max(0, sum(categories.values()) - sum(row[-1] for row in told))
+    told.append(("", "", "", in_smaller_lines))
     by_size = sorted(categories.items(), key=lambda kn: -kn[1])
     return History(
         name=name,

@@ -31,9 +31,8 @@ class Frame(Struct, frozen=True):
     line: int = 0
 
 
-Blocks = dict[
-    int, tuple[int, Any]
-]  # address -> requested bytes, and the stack that asked; None: nobody knows
+# Address -> requested bytes, and the stack that asked; None: nobody knows.
+Blocks = dict[int, tuple[int, Any]]
 Area = tuple[int, int, bool]  # where a segment, or mapped pages, begin and end; whether they grow by pages
 
 
