@@ -30,9 +30,8 @@ from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import FORWARD
 
-NOWHERE = Op(
-    name="", target="", phase="", module="", time_ns=0
-)  # what the graph returns takes no value instead
+# What the graph returns takes no value instead.
+NOWHERE = Op(name="", target="", phase="", module="", time_ns=0)
 
 
 def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
@@ -42,7 +41,7 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     """
     if not rewrites:
         return program
-    if program.known is not None:
+    if program.captured.known:
         raise PlanError("a step that is rewritten is captured for each size.")
     found, base = found_in(program), program.trace()
     recorded = tuple(x.record(program, range(len(program.ops))) for x in found)

@@ -122,7 +122,7 @@ class Graph:
     """
 
     inputs: list[Input]
-    decide: Decide
+    decide: Decide | None
     kind: str = "cpu"
     of_many_sizes: bool = False
     released: bool = False
@@ -146,6 +146,7 @@ class Graph:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph by the plan. Errors are those of `decide`."""
         self._module, self._forward_outputs = module, num_fwd_outputs
+        assert self.decide is not None, "a graph is compiled once"
         program, actions = self.decide(self)
         assert self.joint is not None
         without_statistics(program.captured.graph_module.graph)
@@ -174,8 +175,7 @@ class Graph:
 
     def forget(self) -> None:
         """Let go of what only compiling needs."""
-        self._module = self.joint = None
-        self.decide = _no_more
+        self._module = self.joint = self.decide = None
 
     def forward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         """Return what runs forward."""
@@ -271,9 +271,8 @@ class Graph:
             known.digests = tuple(digest(values[k]) for k, _ in self._arguments)
             node.metadata[CALL] = known
             node.register_prehook(self._check_backward)
-            node.set_materialize_grads(
-                False
-            )  # an output that the loss does not use has no gradient, not zeros
+            # An output that the loss does not use has no gradient, not zeros.
+            node.set_materialize_grads(False)
             self.awaits = bool(known.parameters)
             return outputs
 
@@ -356,10 +355,6 @@ def _leaves_autocast(graph: fx.Graph) -> bool:
         if n.target is enter_autocast and differentiates:
             return True
     return False
-
-
-def _no_more(graph: Graph) -> Any:
-    raise AssertionError("a graph is compiled once")
 
 
 def _boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

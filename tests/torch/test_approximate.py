@@ -13,7 +13,6 @@ from executor.plans import Settings, measure_plan
 from executor.training.module import apply_plan
 from tests.torch import small_nets
 from tests.torch.steps import plan_of, step_of
-from tracer.costs.libraries import rerun_workspaces
 from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
 from tracer.step.step import load_spec
@@ -56,7 +55,7 @@ def test_attention_of_a_gpu_holds_no_scores(options: dict[str, Any]) -> None:
 
 def test_ops_that_ask_for_cublas_s_buffer_again() -> None:
     draft = trace_step(load_spec(small_nets.spec("mlp")), device("h200"))
-    assert rerun_workspaces(draft.rows, device("h200")) == {"aten.addmm.default": 0}
+    assert draft.meta.rerun_workspaces == {"aten.addmm.default": 0}
 
 
 def test_step_counters_of_an_optimizer_stay_on_the_cpu() -> None:

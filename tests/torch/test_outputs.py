@@ -68,7 +68,7 @@ def test_the_loss_decides_which_outputs_have_gradients(second: str, which: str) 
     plan = plan_of(made.trace)
     outcome = verify(build, plan, steps=2)
     assert outcome.bit_equal, outcome.first_difference
-    assert len(measure(made, build, "cpu", rounds=1, warmup=1).costs) == len(made.rows)
+    assert len(measure(made, build, "cpu", rounds=1, warmup=1)[0]) == len(made.rows)
 
 
 def test_an_output_that_needs_no_gradient_may_be_used_by_any_loss() -> None:

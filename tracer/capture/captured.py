@@ -22,12 +22,12 @@ from torch import fx
 
 from tracer.capture.passes.batch_norm import put_cudnn
 from tracer.capture.passes.dropout import split_dropout
-from tracer.capture.sizes import Known
 from tracer.torch_api import OpOverload, pytree
 from traces.devices import Device
 from traces.errors import CaptureError
 
 aten = torch.ops.aten
+Known = Mapping[Any, Any]  # symbol -> size
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,7 @@ class Captured:
     differentiated: tuple[int, ...] = ()
     target: Device | None = None  # the GPU whose ops these are, if the capture's tensors are on the CPU
     numbers: tuple[fx.Node, ...] = ()  # placeholders that stand for sizes
-    known: Known = field(
-        default_factory=dict
-    )  # the values of the symbols in sizes, in the call that is meant
+    known: Known = field(default_factory=dict)  # of symbols in sizes, in the call that is meant
     # Outputs that do not exist in a changed graph, and why.
     not_made: Mapping[int, str] = field(default_factory=dict)
 
@@ -80,6 +78,12 @@ class Captured:
         """Return what the model returns, with `tensors` in the places of its tensor outputs."""
         leaves = [x.of(tensors) if isinstance(x, At) else x for x in self.output_template]
         return pytree.tree_unflatten(leaves, self.output_spec)
+
+    def marked(self, ctx: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the same outputs, of which those that the loss differentiates alone get gradients, None among them."""
+        ctx.mark_non_differentiable(*(x for k, x in enumerate(outputs) if k not in self.grad_outputs))
+        ctx.set_materialize_grads(False)
+        return outputs
 
     def tensors_of(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> list[Any]:
         """A model's own among the graph's inputs, in placeholder order."""
@@ -94,6 +98,22 @@ class Captured:
     def tangents(self) -> tuple[fx.Node, ...]:
         """The placeholders of gradients of outputs, as many as `grad_outputs`."""
         return tuple(n for n in self.placeholders if "tangent_of" in n.meta)
+
+
+def number(x: Any, known: Known) -> int:
+    """The value of a size or stride."""
+    return x if isinstance(x, int) else int(x.node.expr.xreplace(known))
+
+
+def at(x: torch.Tensor, known: Known) -> torch.Tensor:
+    """A fake tensor like `x`, at sizes that are known; `x` itself if none of its own varies."""
+    if all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return x
+    shape, stride = (tuple(number(n, known) for n in ns) for ns in (x.shape, x.stride()))
+    with x.fake_mode:
+        return torch.empty_strided(
+            shape, stride, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+        )
 
 
 def plain(

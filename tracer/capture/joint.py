@@ -40,12 +40,10 @@ class Joint:
 
     captured: Captured
     outputs: tuple[Any, ...]  # of forward: a place in `captured.outputs`, a size's node, or a constant
-    returned: Mapping[
-        int, int
-    ]  # by the number of what dynamo's graph returns: its place among forward's outputs
-    grads: tuple[
-        Any, ...
-    ]  # of backward: a place in `captured.parameter_grads` and `argument_grads` behind it, or None
+    # By the number of what dynamo's graph returns: its place among forward's outputs.
+    returned: Mapping[int, int]
+    # Of backward: a place in `captured.parameter_grads` and `argument_grads` behind it, or None.
+    grads: tuple[Any, ...]
 
 
 def inputs_of(graph: fx.Graph, examples: Sequence[Any]) -> list[Input]:
@@ -55,13 +53,9 @@ def inputs_of(graph: fx.Graph, examples: Sequence[Any]) -> list[Input]:
         path = getattr(getattr(n.meta.get("grapharg"), "source", None), "name", "")
         path = path() if callable(path) else path
         kind = PARAMETER if isinstance(x, nn.Parameter) else BUFFER if "._buffers[" in path else ARGUMENT
-        found.append(Input(kind, _dotted(path)))
+        # "L['self']._modules['a']._parameters['weight']" -> "a.weight"
+        found.append(Input(kind, ".".join(path.split("'")[3::2]) or path))
     return found
-
-
-def _dotted(path: str) -> str:
-    """The name of a parameter or buffer: "L['self']._modules['a']._parameters['weight']" -> "a.weight"."""
-    return ".".join(path.split("'")[3::2]) or path
 
 
 def joint_of(
@@ -117,7 +111,9 @@ def joint_of(
             copy.meta["tangent_of"], group = -1, groups[3]
         else:
             group = groups[RANK[given.kind]]
-            copy.meta["desc"] = _described(given, len(group))
+            # A descriptor as `program_of` reads them.
+            kind = type(given.kind, (SimpleNamespace,), {})
+            copy.meta["desc"] = kind(target=given.name, idx=len(group))
         group.append(copy)
     late = set(groups[3])
     for n in module.graph.nodes:
@@ -216,12 +212,6 @@ def _check_written(written: Collection[fx.Node], grads: Sequence[Any]) -> None:
                 "every call. Only buffers and what takes no part in backward may be overwritten in forward; do it "
                 "after the optimizer's step."
             )
-
-
-def _described(given: Input, number: int) -> Any:
-    """A descriptor as `program_of` reads them."""
-    kind = type(given.kind, (SimpleNamespace,), {})
-    return kind(target=given.name, idx=number)
 
 
 def _mutations(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

@@ -26,9 +26,8 @@ class Timed(NamedTuple):
     trace: Trace
     steps: int  # that the profile holds
     ops: int  # of the trace that were measured
-    missed: tuple[
-        str, ...
-    ]  # ops that the profile has in another number, the longest first: their times stay estimates
+    # Ops that the profile has in another number, the longest first: their times stay estimates.
+    missed: tuple[str, ...]
 
     def in_words(self) -> str:
         computing = sum(not f & VIEW for f in self.trace.ops.flags)
@@ -101,9 +100,8 @@ def _measured(
     for e in events:
         if e.get("cat") in ON_GPU:
             kernels[e.get("args", {}).get("External id")] += e["dur"]
-    until = dict[
-        Any, tuple[float, list[float]]
-    ]()  # by thread: where its last wanted op ends, and what that launched
+    # By thread: where its last wanted op ends, and what that launched.
+    until = dict[Any, tuple[float, list[float]]]()
     found = list[tuple[str, list[float]]]()
     for e in events:
         if e.get("cat") != "cpu_op":

@@ -161,16 +161,6 @@ class CpuLoop:
             yield
         self.iterations += 1
 
-    def read(self, prof: Any) -> None:
-        """Learn what the profiler noted."""
-        events, spans = cpu_account(prof, ITERATION)
-        moments, live = [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0))
-        self.highest = max(live)
-        for k in range(self.iterations):
-            begin, end = spans[f"{ITERATION}{k}"]
-            inside = range(bisect.bisect_left(moments, begin), bisect.bisect_right(moments, end))
-            self.peaks.append(max(live[inside.start : inside.stop + 1]))
-
 
 @contextlib.contextmanager
 def cpu_loop() -> Iterator[CpuLoop]:
@@ -182,8 +172,15 @@ def cpu_loop() -> Iterator[CpuLoop]:
     loop = CpuLoop()
     with memory_profiler() as prof:
         yield loop
-    loop.read(prof)
+    events, spans = cpu_account(prof, ITERATION)
     del prof
+    moments, live = [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0))
+    loop.highest = max(live)
+    for begin, end in (spans[f"{ITERATION}{k}"] for k in range(loop.iterations)):
+        loop.peaks.append(
+            max(live[bisect.bisect_left(moments, begin) : bisect.bisect_right(moments, end) + 1])
+        )
+    del events, spans, moments, live
     gc.collect()  # the profiler's results are millions of objects, which would be walked while steps are timed
 
 

@@ -15,13 +15,12 @@ import torch
 from torch import fx
 
 from tracer.measure.probes import Watch
-from tracer.precision.policy import without_autocast
-from tracer.record.assemble import Draft
+from tracer.record.assemble import Draft, arguments_of
 from tracer.record.eager import is_op
 from tracer.record.program import GraphOp, Program
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.user_errors import explained
-from tracer.torch_api import BoxedCodeGen, TorchDispatchMode, disable_current_modes, pytree, replaced
+from tracer.torch_api import BoxedCodeGen, DisableAutocast, TorchDispatchMode, disable_current_modes, replaced
 
 Code = Callable[[list[Any]], tuple[Sequence[Any], Sequence[Any]]]
 
@@ -60,8 +59,6 @@ class GraphRunner:
         """Call the captured model as the model is."""
         captured, model = self.program.captured, self.step.model
         forward_code, backward_code = self._code
-        leaves = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        tensors = dict.fromkeys(leaves)  # one that is given twice is one input of the graph
         own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
 
         def running() -> contextlib.AbstractContextManager[None]:
@@ -70,7 +67,7 @@ class GraphRunner:
         class Model(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *values: torch.Tensor) -> Any:
-                with running(), without_autocast():
+                with running(), DisableAutocast():  # its casts are ops of its own
                     results, ctx.state = forward_code(list(values))
                 with disable_current_modes():
                     # An input, or one tensor twice, would get a view from autograd, which is no op of the step.
@@ -79,11 +76,7 @@ class GraphRunner:
                         x.detach() if id(x) in b else x for x, b in zip(results, before, strict=True)
                     )
                 del results
-                ctx.mark_non_differentiable(
-                    *(x for k, x in enumerate(outs) if k not in captured.grad_outputs)
-                )
-                ctx.set_materialize_grads(False)
-                return outs
+                return captured.marked(ctx, outs)
 
             @staticmethod
             def backward(ctx: Any, *tangents: Any) -> Any:
@@ -99,7 +92,7 @@ class GraphRunner:
                     parameters, arguments = backward_code(given)
                 return (*parameters, *(None for _ in captured.buffers), *arguments)
 
-        return captured.outputs_from(Model.apply(*own, *tensors))
+        return captured.outputs_from(Model.apply(*own, *arguments_of(args, kwargs)))
 
 
 class _Watched(TorchDispatchMode):

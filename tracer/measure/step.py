@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,12 +37,8 @@ from traces.units import show_time
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 
-class Measured(NamedTuple):
-    """The findings of a step on the real device."""
-
-    costs: tuple[Cost, ...]  # by op id
-    workspaces: tuple[LibraryWorkspace, ...] | None  # that libraries keep; None: not a CUDA device
-    header: dict[str, Any]  # what it says in a trace's header
+# By op id; what libraries keep (None: not a CUDA device); what the step says in a trace's header.
+Measured = tuple[tuple[Cost, ...], tuple[LibraryWorkspace, ...] | None, dict[str, Any]]
 
 
 def measure(
@@ -104,7 +100,7 @@ def measure(
         "threads": 0 if cuda else torch.get_num_threads(),
         "target": draft.target.name if rehearsed else torch.cuda.get_device_name() if cuda else "cpu",
     }
-    return Measured(costs, kept, header)
+    return costs, kept, header
 
 
 def _warn_if_busy(totals: Sequence[int], say: Callable[[str], None]) -> None:

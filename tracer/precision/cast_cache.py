@@ -96,10 +96,5 @@ def kernels(key: str, functions: dict[str, Any]) -> Iterator[None]:
 def _forget(functions: dict[str, Any]) -> None:
     """Captures resolve kernels in Python and keep what they found."""
     for name in functions:
-        aten_op(name)._dispatch_cache.clear()
-
-
-def aten_op(name: str) -> Any:
-    """The op of that name, with its overload ("softmax.int") or the default one ("relu")."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+        packet, _, overload = name.partition(".")  # "softmax.int", or "relu" for the default one
+        getattr(getattr(torch.ops.aten, packet), overload or "default")._dispatch_cache.clear()

@@ -52,13 +52,6 @@ def ambient(kind: str) -> Autocast:
     return Autocast(dtype=dtype, kind=kind, cache=torch.is_autocast_cache_enabled())
 
 
-def without_autocast() -> Any:
-    """A context in which autocast does nothing: for running a captured graph, whose casts are ops of its own."""
-    from tracer.torch_api import DisableAutocast
-
-    return DisableAutocast()
-
-
 def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
     """The type of autocast out of all options, by its full name. Raises SpecError: an unknown one, or autocast of
     weights that are not float32.

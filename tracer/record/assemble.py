@@ -13,17 +13,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tracer.costs.cost import Cost, Measured, cost_of
-from tracer.costs.libraries import rerun_workspaces, workspace_rows
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.eager import EagerRecorder, one_hot_as_run
 from tracer.record.program import Program
-from tracer.record.rows import created_bytes, tables_of
+from tracer.record.rows import created_bytes, tables_of, workspace_rows
 from tracer.record.tiles import found_in
 from tracer.step.loop import TrainingStep, fit_tangent, run_step
 from tracer.step.optimizers import optimizer_tensors, stays_on_cpu
@@ -36,6 +35,7 @@ from traces.records.store import validate
 from traces.records.trace import (
     ACTIVATION,
     EAGER,
+    FORWARD,
     GRADIENT,
     INPUT,
     OPTIMIZER,
@@ -49,6 +49,12 @@ from traces.records.trace import (
     Untouched,
     eager_runs,
     fingerprint,
+)
+
+# By these cuBLAS asks for its buffer, in each thread: in backward's too, once they run again there.
+CUBLAS: Final = frozenset(
+    f"aten.{name}.default"
+    for name in ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
 )
 
 
@@ -148,7 +154,7 @@ def assemble(
     return _arrange(program, recorder, stub, gradients, target, meta, measured)
 
 
-def _arguments(args: Any, kwargs: Any) -> list[torch.Tensor]:
+def arguments_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a model is called with, each once, in the order of a captured graph's arguments."""
     leaves = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     return list(dict.fromkeys(leaves))
@@ -158,7 +164,7 @@ def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorde
     """Tell the recorder what is there before the step."""
     captured, model = program.captured, step.model
     own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
-    for x, n in zip([*own, *_arguments(step.args, step.kwargs)], captured.placeholders, strict=False):
+    for x, n in zip([*own, *arguments_of(step.args, step.kwargs)], captured.placeholders, strict=False):
         recorder.know(x, program.storage_of[n][0])
     for x in step.tensors():
         recorder.id_of(x, recorder.row(x, "batch", INPUT))
@@ -200,11 +206,7 @@ class _Stub:
                     outs = [_empty_like(program.val(n)) for n in captured.outputs]
                 for x, s in zip(outs, program.output_storages, strict=True):
                     recorder.know(x, s, watch=True)
-                ctx.mark_non_differentiable(
-                    *(x for k, x in enumerate(outs) if k not in captured.grad_outputs)
-                )
-                ctx.set_materialize_grads(False)
-                return tuple(outs)
+                return captured.marked(ctx, tuple(outs))
 
             @staticmethod
             def backward(ctx: Any, *tangents: Any) -> Any:
@@ -238,7 +240,7 @@ class _Stub:
 
         self._open = True
         self.tangents, self.handed = [], []
-        given = _arguments(args, kwargs)
+        given = arguments_of(args, kwargs)
         anchor, inputs, handing = None, self.parameters, hands_over(self.parameters)
         if handing:  # as in `executor.graphs.hand_over`: not through autograd's graph
             with recorder.paused():
@@ -319,10 +321,10 @@ def _arrange(
     for s in program.output_storages:
         hold(s, n_forward - 1)
 
-    on_gpu = meta.device.partition(":")[0] == "cuda"
+    again = {r.target for r in rows if r.phase == FORWARD} & CUBLAS if meta.device == "cuda" else ()
     meta = replace(
         meta,
-        rerun_workspaces=rerun_workspaces(rows, target) if on_gpu else {},
+        rerun_workspaces=dict.fromkeys(sorted(again), 0),
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
         stretches=_stretches(program, graph_id, rows),

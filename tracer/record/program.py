@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from tracer.capture.captured import Captured
+from tracer.capture.captured import Captured, at, number
 from tracer.capture.passes.batch_norm import only_writes_statistics, results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
-from tracer.capture.sizes import Known, at, number
 from tracer.capture.torch_fixes.grouped import true_results
 from tracer.costs.cost import Cost
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
-from tracer.precision.policy import without_autocast
 from tracer.record.rows import (
     op_row,
     overwritten,
@@ -32,7 +30,15 @@ from tracer.record.rows import (
     tables_of,
     tensors_in,
 )
-from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, no_garbage, pytree, replaced
+from tracer.torch_api import (
+    DisableAutocast,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    no_garbage,
+    pytree,
+    replaced,
+)
 from traces.errors import CaptureError
 from traces.records.store import validate
 from traces.records.trace import (
@@ -83,12 +89,10 @@ class Program:
     output_storages: tuple[int, ...]  # of the model's tensor outputs
     tangent_storages: tuple[int, ...]
     gradient_storages: tuple[int, ...]  # of parameters and arguments
-    known: Known | None = None  # of a graph for many sizes, those that these are at
 
     def val(self, n: fx.Node) -> torch.Tensor:
         """The fake tensor that stands for a node's value."""
-        val: torch.Tensor = n.meta["val"]
-        return val if self.known is None else at(val, self.known)
+        return at(n.meta["val"], self.captured.known)
 
     def trace(self, costs: Sequence[Cost] = (), *, model: str = "program", **header: Any) -> Trace:
         """The program alone as a trace: tangents are inputs, and there is no loss code and no optimizer."""
@@ -126,7 +130,7 @@ def program_of(captured: Captured) -> Program:
     copies = (n.args[0] for n in captured.forward if n.target is aten.copy_.default)
     written = {a for a in copies if a.op == "placeholder"}.union(*map(undeclared_writes, captured.forward))
     touched = {s for w in written for s in run.storage_of.get(w, ())}
-    with run.mode, torch.no_grad(), without_autocast(), true_results():
+    with run.mode, torch.no_grad(), DisableAutocast(), true_results():
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
             for n in group:
                 run.op(n, phase, touched)
@@ -149,7 +153,6 @@ def program_of(captured: Captured) -> Program:
         output_storages=outputs,
         tangent_storages=tuple(run.tangents),
         gradient_storages=tuple(dict.fromkeys(storage_of[g][0] for g in grads)),
-        known=captured.known or None,
     )
 
 
@@ -157,7 +160,7 @@ class _Run:
     """One run of a captured graph on fake tensors: the value of every node, and the rows of ops and storages."""
 
     def __init__(self, captured: Captured) -> None:
-        self.captured, self.known = captured, captured.known or None
+        self.captured = captured
         nodes = captured.graph_module.graph.nodes
         vals = (n.meta.get("val") for n in reversed(nodes))  # what no op reads is of another mode
         known = next((x.fake_mode for x in vals if isinstance(x, FakeTensor)), None)
@@ -184,8 +187,7 @@ class _Run:
 
     def placeholders(self) -> None:
         for n in self.captured.placeholders:
-            desc, x = n.meta["desc"], n.meta["val"]
-            x = x if self.known is None else at(x, self.known)
+            desc, x = n.meta["desc"], at(n.meta["val"], self.captured.known)
             category = {"ParamAOTInput": PARAMETER, "BufferAOTInput": BUFFER}.get(type(desc).__name__, INPUT)
             if "tangent_of" in n.meta:
                 name, category = f"gradient of output {n.meta['tangent_of']}", GRADIENT
@@ -199,8 +201,7 @@ class _Run:
             if category == GRADIENT:
                 self.tangents.append(s)
         for n in self.captured.numbers:
-            assert self.known is not None
-            self.env[n] = self.numbers[n] = number(n.meta["val"], self.known)
+            self.env[n] = self.numbers[n] = number(n.meta["val"], self.captured.known)
             self.storage_of[n] = ()
 
     def constants(self) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from tracer.costs.cost import Cost
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops
-from tracer.costs.rows import OpRow, StorageRow
+from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.torch_api import pytree
-from traces.records.trace import BACKWARD, VIEW, Ops, Storages, uses_of
+from traces.records.trace import BACKWARD, VIEW, WORKSPACE, Ops, Storages, uses_of
 
 OF_OPS: Final = tuple(c for c in Ops.__dataclass_fields__ if c not in ("time_ns", "events"))
 OF_STORAGES: Final = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
@@ -44,6 +44,29 @@ def storage_row(x: torch.Tensor, name: str, category: str, producer: int = -1) -
         dtype=str(x.dtype).removeprefix("torch."),
         shape=tuple(int(d) for d in x.shape),
     )
+
+
+def workspace_rows(ops: Sequence[OpRow], seen: Iterable[LibraryWorkspace]) -> tuple[StorageRow, ...]:
+    """Workspaces that were seen, as storages that exist throughout the step, each first used by the op that asked.
+
+    A library asks for one in the first op of its kind. Each thread has its own, so one of a size that has been there
+    before is backward's.
+    """
+    rows: list[StorageRow] = []
+    for w in seen:
+        backward = any(w.nbytes == row.nbytes for row in rows)
+        asking = (i for i, r in enumerate(ops) if r.target == w.op and (not backward or r.phase == BACKWARD))
+        rows.append(
+            StorageRow(
+                name=f"workspace of a library, made by {w.op}",
+                nbytes=w.nbytes,
+                category=WORKSPACE,
+                used_from=next(asking, -1),
+                dtype="uint8",
+                shape=(w.nbytes,),
+            )
+        )
+    return tuple(rows)
 
 
 def overwritten(func: Any, args: Any, kwargs: Any) -> list[Any]:
