@@ -57,8 +57,6 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
         for name, _ in m.named_children()
     ]
     chosen = {path for path in sharded or alike if [*found[path].children()]}
-    if sharded:
-        nested = {path for path in chosen if any(other.startswith(f"{path}.") for other in chosen)}
-    else:
-        nested = {path for path in chosen if any(path.startswith(f"{other}.") for other in chosen)}
+    pairs = ((outer, inner) for outer in chosen for inner in chosen if inner.startswith(f"{outer}."))
+    nested = {outer if sharded else inner for outer, inner in pairs}
     return {path: found[path] for path in found if path in chosen - nested}

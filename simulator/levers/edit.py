@@ -141,19 +141,10 @@ def new_op(
 ) -> Op:
     """An op of another's module that is called with what is given, and takes and reads what of it is `Taken`."""
     taken = [x for x in given if isinstance(x, Taken)]
-    columns: dict[str, Any] = {
-        "time_ns": 0,
-        "inputs": [x.op for x in taken],
-        "reads": [x.value for x in taken],
-        **more,
-    }
-    told: dict[str, Any] = {
-        "module": of.module,
-        "source": of.source,
-        "called_with": tuple(given),
-        "writes": list(made),
-    }
-    return Op(name=name, target=target, phase=phase, **told, **columns)
+    inputs, reads = [x.op for x in taken], [x.value for x in taken]
+    columns: dict[str, Any] = {"time_ns": 0, "inputs": inputs, "reads": reads, **more}
+    columns |= {"module": of.module, "source": of.source, "called_with": tuple(given), "writes": list(made)}
+    return Op(name=name, target=target, phase=phase, **columns)
 
 
 def users_of(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:

@@ -86,31 +86,24 @@ def told(_: Trace, rewrites: Sequence[Rewrite]) -> str:
 
 
 def _of(trace: Trace, rewrite: Rewrite) -> Stretch:
-    return next(tiled for tiled in trace.meta.stretches if tiled.storage == rewrite.storage)
-
-
-def names(trace: Trace, s: int) -> tuple[str, str]:
-    """Return the names of the ops that stand for a storage's stretch, in forward and in backward."""
-    name = f"{trace.ops.name[trace.storages.producer[s]]}_tiles"
-    return name, f"{name}_backward"
+    stretch = next((x for x in trace.meta.stretches if x.storage == rewrite.storage), None)
+    if stretch is None or rewrite.number < 1:
+        raise PlanError(f"storage {rewrite.storage} cannot be made in {rewrite.number} tiles.")
+    return stretch
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
     """Put the tiled stretch in the place of its ops. Raises PlanError if the trace has no such stretch."""
-    trace = editing.source
-    stretch = next((x for x in trace.meta.stretches if x.storage == rewrite.storage), None)
-    if stretch is None or rewrite.number < 1:
-        raise PlanError(f"storage {rewrite.storage} cannot be made in {rewrite.number} tiles.")
+    trace, stretch = editing.source, _of(editing.source, rewrite)
     # A smaller batch than the plan's may have fewer rows than tiles.
     number = min(rewrite.number, stretch.rows)
     if stretch.backward is None:
         _edit_head(editing, stretch, number)
         return
     body = {i for part in stretch.parts for i, _ in part.body}
-    calls, named = [], names(trace, stretch.storage)
-    for k, (part, phase, name) in enumerate(zip(stretch.parts, (FORWARD, BACKWARD), named, strict=True)):
+    calls = []
+    for k, (part, phase) in enumerate(zip(stretch.parts, (FORWARD, BACKWARD), strict=True)):
         tiles = Op(
-            name=name,
             phase=phase,
             writes=[_unmade(editing, r) for r in part.results],
             events=_events(trace, stretch, part, number),
@@ -131,7 +124,6 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
     whole = [(r.storage, editing.value[r.storage]) for r in stretch.gradients]
     raw = {s: replace(v, name=f"{v.name} in tiles", **fresh) for s, v in whole}
     tiles = Op(
-        name=names(trace, stretch.storage)[0],
         phase=FORWARD,
         writes=[*(_unmade(editing, r) for r in stretch.losses), *raw.values()],
         events=_events(trace, stretch, part, number, factor.nbytes),
@@ -184,6 +176,7 @@ def _figures(editing: Editing, stretch: Stretch, k: int, number: int) -> dict[st
     made_by = editing.source.storages.producer[stretch.storage]
     given = (editing.standing(editing.op[i]) for i, _ in part.inputs if i >= 0)
     return {
+        "name": f"{ops.name[made_by]}_tiles{'_backward' * (k > 0)}",
         "target": f"lowtide.tiles_{number}",
         "source": made_by if k == 0 else next(i for i in body if ops.phase[i] != FORWARD),
         "called_with": (InTiles(stretch.storage, k, number),),

@@ -87,10 +87,6 @@ def _cheapest(problem: Problem, planner: str, budget_bytes: int, rows: Iterable[
     return finish(problem, planner, budget_bytes, ev.actions(best[1]))
 
 
-def _modules(problem: Problem) -> tuple[str, ...]:
-    return problem.trace.ops.module[: problem.forward_end]
-
-
 def plan_sqrt_n(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """√n segments of equal length over the n ops of forward, their borders saved (Chen et al. 2016).
 
@@ -117,7 +113,8 @@ def plan_per_block(problem: Problem, budget_bytes: int, limits: Limits = DEFAULT
 
     The number of blocks does not follow the budget; a model without repeated blocks is left as it is.
     """
-    return _cheapest(problem, "per-block", budget_bytes, [block_segments(_modules(problem))])
+    block = block_segments(problem.trace.ops.module[: problem.forward_end])
+    return _cheapest(problem, "per-block", budget_bytes, [block])
 
 
 def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -129,7 +126,7 @@ def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limi
 
     Source: torch/utils/checkpoint.py, `checkpoint_sequential`. Ignores: segments of unequal length.
     """
-    block = sequence_of(_modules(problem))
+    block = sequence_of(problem.trace.ops.module[: problem.forward_end])
     count = max(block, default=OUTSIDE) + 1
     rows = (
         [OUTSIDE if b == OUTSIDE else torch_segment(b, count, segments) for b in block]

@@ -82,11 +82,6 @@ def _measured(levers: Levers) -> tuple[str, ...]:
     return () if levers.errors is None else levers.errors.kinds
 
 
-def allowed(rewrites: Rewrites, levers: Levers) -> bool:
-    """Return whether the gradient's error stays within what the user allows."""
-    return error_of(rewrites, levers) <= (levers.max_gradient_error or ANY)
-
-
 def check_named(levers: Levers) -> None:
     """Raise SpecError if a kind is asked for that is not allowed, or that is approximate and was not measured."""
     exactness = {k: LEVERS[k].exactness for k in levers.kinds or () if k in LEVERS}
@@ -143,7 +138,7 @@ def _changed(problem: Problem, budget_bytes: int, levers: Levers) -> list[Change
     found: dict[Rewrites, Changed] = {}
 
     def worth(rewrites: Rewrites) -> tuple[int, ...]:
-        if not allowed(rewrites, levers):
+        if error_of(rewrites, levers) > (levers.max_gradient_error or ANY):
             return (-1,)
         if rewrites not in found:
             step = draft_problem(problem, rewrites)
