@@ -60,7 +60,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.bounds.networks import Corner, Known, components, steps_of
+from simulator.bounds.networks import Corner, components, steps_of
 from simulator.core.problem import Problem
 from traces.records.trace import EAGER
 from traces.units import show_percent
@@ -179,7 +179,6 @@ class Instants:
         self.until = np.array(sts.hold, np.int64)
         np.maximum.at(self.until, read[forces], reader[forces])
         self.forced_until = self.until.tolist()
-        self._known: Known = {}
         self._weigh(reader, read)
 
     def _weigh(self, reader: NDArray[np.int64], read: NDArray[np.int64]) -> None:
@@ -284,7 +283,7 @@ class Instants:
         made = (self.producer >= 0) & (self.producer < min(at, self.turn))
         wanted = made & ~forced & (self._last_read > after)
         link = made & ~wanted & ~forced
-        return unavoidable, list(components(self.problem, wanted.tolist(), link.tolist(), self._known))
+        return unavoidable, list(components(self.problem, wanted.tolist(), link.tolist()))
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look."""

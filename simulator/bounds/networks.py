@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from simulator.core.problem import Problem
@@ -84,6 +85,7 @@ class Link:
     readers: tuple[int, ...]
 
 
+@cache
 def corners(ops: tuple[Rerun, ...], links: tuple[Link, ...]) -> tuple[Corner, ...]:
     """All corners of the lower convex hull of (time, bytes), by rising time and falling bytes.
 
@@ -129,21 +131,17 @@ def _cut(ops: tuple[Rerun, ...], links: tuple[Link, ...], per_ns: int, per_byte:
     )
 
 
-Known = dict[tuple[tuple[Rerun, ...], tuple[Link, ...]], tuple[Corner, ...]]  # network -> its corners
-
-
 def steps_of(found: tuple[Corner, ...]) -> list[tuple[int, int]]:
     """From corner to corner: (added time, bytes saved)."""
     return [(b.time_ns - a.time_ns, a.nbytes - b.nbytes) for a, b in pairwise(found)]
 
 
 def components(
-    problem: Problem, wanted: Sequence[bool], link: Sequence[bool], known: Known
+    problem: Problem, wanted: Sequence[bool], link: Sequence[bool]
 ) -> Iterator[tuple[Corner, ...]]:
     """The corners of each component with a wanted storage, at an instant: ops that links connect, storages that are
     wanted only if one of the ops that read them runs again. `wanted`: made before the instant, not there whatever the
-    plan, and read after it; `link`: made before it in forward, neither wanted nor there; `known`: networks that are
-    solved."""
+    plan, and read after it; `link`: made before it in forward, neither wanted nor there."""
     ops, sts = problem.trace.ops, problem.trace.storages
     reads, producer, nbytes = ops.reads, sts.producer, sts.nbytes
     root = {p: p for p, is_wanted in zip(producer, wanted, strict=True) if is_wanted}
@@ -178,7 +176,7 @@ def components(
     for mine, links in members.values():
         place = {p: k for k, p in enumerate(mine)}
         outputs = (sum(nbytes[s] for s in problem.creates[p] if wanted[s]) for p in mine)
-        network = (
+        yield corners(
             tuple(
                 Rerun(ops.time_ns[p] if problem.may_rerun[p] else -1, saved)
                 for p, saved in zip(mine, outputs, strict=True)
@@ -188,6 +186,3 @@ def components(
                 for s in links
             ),
         )
-        if network not in known:
-            known[network] = corners(*network)
-        yield known[network]

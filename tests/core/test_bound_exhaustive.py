@@ -228,10 +228,10 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         true_components = networks.components
 
         # What t reads is in memory and paid for; forgetting that makes it cost time again.
-        def without_forced(problem: Problem, wanted: list[bool], link: list[bool], known: Any) -> Any:
+        def without_forced(problem: Problem, wanted: list[bool], link: list[bool]) -> Any:
             made = problem.trace.storages.producer
             last = max((p for p, *of in zip(made, wanted, link, strict=True) if any(of)), default=-1)
             all_links = [not w and 0 <= p <= last for p, w in zip(made, wanted, strict=True)]
-            return true_components(problem, wanted, all_links, known)
+            return true_components(problem, wanted, all_links)
 
         monkeypatch.setattr(bounds, "components", without_forced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,18 +95,13 @@ def _own(
 ) -> dict[int, tuple[Input, torch.Tensor]]:
     """Return what the model and the call give to the graph, by id."""
     leaves = (x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, torch.Tensor))
-    return {
-        **dict(_numbered(ARGUMENT, (("", x) for x in dict.fromkeys(leaves)))),
-        **dict(_numbered(BUFFER, model.named_buffers())),
-        **dict(_numbered(PARAMETER, model.named_parameters())),
+    kinds: dict[str, Iterable[tuple[str, torch.Tensor]]] = {
+        ARGUMENT: (("", x) for x in dict.fromkeys(leaves)),
+        BUFFER: model.named_buffers(),
+        PARAMETER: model.named_parameters(),
     }
-
-
-def _numbered(
-    kind: str, named: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[int, tuple[Input, torch.Tensor]]]:
-    for k, (name, x) in enumerate(named):
-        yield id(x), (Input(kind, name, k), x)
+    found = ((kind, k, *named) for kind, of in kinds.items() for k, named in enumerate(of))
+    return {id(x): (Input(kind, name, k), x) for kind, k, name, x in found}
 
 
 def _joint(
