@@ -12,7 +12,8 @@ import sys
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,6 @@ from torch.autograd import forward_ad
 
 from executor.backend import ERROR, Compiler, ManySizes
 from executor.graphs.match import HINT, describe
-from executor.training.receipt import CaptureNote, Receipt
 from executor.training.wrapped import DATA_PARALLEL, inside
 from tracer.capture.compiling import by_dynamo, calling
 from tracer.capture.refusals import check_capturable, from_dynamo, raised_by_user, refusal
@@ -46,6 +46,36 @@ MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
 NO_GRADIENT: Final = "neither a parameter nor an argument requires a gradient"
 NOTHING: Final = "torch compiled nothing of this call, and ran the model's own forward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureNote:
+    """One graph that serves calls."""
+
+    fit: str  # "exact", "resized", "with all values saved" or "replanned"
+    steps: int  # that it served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """The training calls of a planned model so far; evaluation does not count."""
+
+    plan: Plan | None = None  # None: each part is planned to its share, or each block has its own
+    planned_steps: int
+    unplanned_steps: int
+    unplanned_because: Mapping[str, int]  # why, and how many
+    captures: tuple[CaptureNote, ...]
+    breaks: tuple[str, ...] = ()  # why a graph ended before the model did, where parts are planned
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without",
+                *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
+                *(f"  {c.steps} {c.fit}" for c in self.captures),
+                *(f"  a graph ends: {why}" for why in self.breaks),
+            ]
+        )
 
 
 class Planned:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import inspect
 import itertools
@@ -32,6 +31,7 @@ from tracer.step.context import (
 )
 from tracer.step.loop import TrainingStep
 from tracer.step.loop_options import AROUND_OPTIONS
+from tracer.step.named.vision import help_torchvision
 from tracer.step.user_step import UserStep
 from traces.errors import SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
@@ -120,7 +120,7 @@ class BuildFunction(UserStep):
 
     def _function(self) -> Callable[..., Any]:
         with outside_fake_mode(), self._explained("importing the file failed"):
-            _make_torchvision_importable()
+            help_torchvision()  # which the file may import
             module = _import_file(self.path, self.package)
         function = getattr(module, self.function, None)
         if function is None:
@@ -244,12 +244,3 @@ def _importable_from(directory: Path) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if file and _belongs(file, directory) and name.partition(".")[0] not in PACKAGES:
                 _siblings[name] = place
-
-
-@functools.cache
-def _make_torchvision_importable() -> None:
-    """The user's file may import torchvision, which needs help beside a CPU-only torch."""
-    if importlib.util.find_spec("torchvision") is not None:
-        from tracer.step.named.vision import import_torchvision
-
-        import_torchvision()

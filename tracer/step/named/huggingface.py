@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import warnings
@@ -17,7 +16,7 @@ import torch
 from tracer.step.batch import loss_in_outputs
 from tracer.step.context import made_on, made_with_values, moved, outside_fake_mode
 from tracer.step.loop import TrainingStep
-from tracer.step.named.vision import import_torchvision, set_dropout
+from tracer.step.named.vision import help_torchvision, set_dropout
 from tracer.step.optimizers import make_optimizer
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import HF
@@ -122,8 +121,7 @@ def config_step(
         except (ValueError, ImportError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise SpecError(f"{reference} cannot be built: {type(error).__name__}: {error}") from error
         model.train()
-        if options.get("dropout") is not None:
-            set_dropout(model, float(options["dropout"]))
+        set_dropout(model, options)
         if getattr(model, "loss_type", "") is None and task == "causal-lm":
             model.loss_type = "ForCausalLM"  # which not every class's name tells
         batch = _Batch(reference, config, options).of(model, task)
@@ -248,8 +246,7 @@ class _Batch:
 
 def import_transformers() -> Any:
     """transformers, importable beside a CPU-only torch as well; EnvironmentProblem if it is missing or old."""
-    if importlib.util.find_spec("torchvision") is not None:
-        import_torchvision()
+    help_torchvision()
     try:
         import transformers
     except ImportError as error:

@@ -7,7 +7,7 @@ that declaring the missing signatures is enough (`import_torchvision`).
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,8 +60,7 @@ def classifier_step(
     """The step of a classifier of images, in training mode, on a random batch."""
     size, batch = options["image_size"], options["batch_size"]
     model.train()
-    if options.get("dropout") is not None:
-        set_dropout(model, float(options["dropout"]))
+    set_dropout(model, options)
     given = torch.randn(batch, channels, size, size), torch.randint(classes, (batch,))
     images, labels = moved(device, model, *given)
     return TrainingStep(
@@ -119,13 +118,15 @@ def classification_loss(auxiliary_weight: float) -> Callable[[Any, torch.Tensor]
     return loss
 
 
-def set_dropout(model: nn.Module, probability: float) -> None:
-    """Give every dropout of a model, also those inside attention, the same probability. Edits the model."""
-    for module in model.modules():
+def set_dropout(model: nn.Module, options: dict[str, Any]) -> None:
+    """Give every dropout of a model, also those inside attention, the same probability, if options say one. Edits the
+    model."""
+    probability: Any = options.get("dropout")
+    for module in model.modules() if probability is not None else ():
         if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
-            module.p = probability
+            module.p = float(probability)
         elif isinstance(module, nn.MultiheadAttention):
-            module.dropout = probability
+            module.dropout = float(probability)
 
 
 def import_torchvision() -> ModuleType:
@@ -153,6 +154,12 @@ def import_torchvision() -> ModuleType:
         return importlib.import_module("torchvision")
     except (RuntimeError, ImportError) as error:
         raise _misfit(error) from error
+
+
+def help_torchvision() -> None:
+    """Make torchvision importable beside a CPU-only torch, if it is installed."""
+    if importlib.util.find_spec("torchvision") is not None:
+        import_torchvision()
 
 
 def _misfit(error: Exception) -> EnvironmentProblem:
