@@ -19,7 +19,7 @@ from torch import fx
 
 from executor.graphs.graph import Graph, compile_graph
 from executor.graphs.match import HINT, SAVED, fitted, left_out
-from simulator.core.limits import DEFAULTS, check_budget, parse_budget
+from simulator.core.limits import DEFAULTS, parse_budget
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as simulator
@@ -128,7 +128,7 @@ class Compiler:
         if self.on_mismatch not in (ERROR, EAGER, REPLAN):
             raise SpecError(f"on_mismatch {self.on_mismatch!r}: give {ERROR}, {EAGER} or {REPLAN}.")
         if self.budget is not None:
-            check_budget(str(self.budget))
+            parse_budget(str(self.budget))
             if self.parts and "%" not in str(self.budget):
                 raise SpecError("parts of a step are planned to shares: give a budget such as 60%.")
 

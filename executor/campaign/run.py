@@ -15,7 +15,7 @@ import msgspec
 
 from executor.measuring import EAGER, KEEP_ALL, JobResult
 from executor.plans import Settings, measure_plan
-from simulator.core.limits import check_budget
+from simulator.core.limits import parse_budget
 from simulator.planners import DEFAULT, REGISTRY
 from simulator.prediction import ask as api
 from simulator.studies.tracing import workers
@@ -123,7 +123,7 @@ def _multiplied(table: dict[str, Any], root: Path) -> Iterator[Case]:
         if budget == NONE:
             yield Case(model=model, options=options)
         else:
-            check_budget(str(budget))
+            parse_budget(str(budget))
             yield Case(model=model, options=options, budget=str(budget), planner=planner)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.core.limits import check_budget
+from simulator.core.limits import parse_budget
 from simulator.show.tables import table
 from traces.commands import Grouped, Output, OutputFile, Refused, answer_options, step_options
 from traces.devices import NETWORK_GBIT_PER_S, Links, device
@@ -186,7 +186,7 @@ def _within_budget(
     from tracer.rehearsal.run import LARGE_BYTES
 
     large = replace(links.gpu, memory_bytes=LARGE_BYTES)
-    check_budget(budget)
+    parse_budget(budget)
     one = partial(run, large, rank=number)
     twice = replace(job, ranks=2 * job.ranks, nodes=2 * job.nodes) if job and job.ranks > 1 else None
     more = partial(one, job=twice) if twice else None

@@ -29,9 +29,10 @@ MOST_BYTES: Final = 1 << 62  # what is more is no limit, and does not fit 64 bit
 _NUMBER: Final = re.compile(r"([+-]?(?:\d{1,400}(?:\.\d{,400})?|\.\d{1,400}))\s*([a-zA-Z%]*)", re.ASCII)
 
 
-def parse_budget(text: str, saved_peak_bytes: int, what: str = BUDGET) -> int:
+def parse_budget(text: str, saved_peak_bytes: int = 1 << 60, what: str = BUDGET) -> int:
     """The budget in bytes, rounded down, at most `MOST_BYTES`: of bytes, a size with a unit, or a percentage of
-    `saved_peak_bytes`, which may exceed 100 and is offered of a budget alone. Raises SpecError: the text is none."""
+    `saved_peak_bytes` (without it, of any trace), which may exceed 100 and is offered of a budget alone. Raises
+    SpecError: the text is none."""
     meaning = f"{SIZES}, or a share of the step's own peak (60%)" if what == BUDGET else SIZES
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
@@ -49,11 +50,6 @@ def parse_budget(text: str, saved_peak_bytes: int, what: str = BUDGET) -> int:
         hint = f" (did you mean {100 * float(number):g}%?)" if not unit else ""
         raise SpecError(f"{what} {text!r} is less than one byte{hint}; {meaning}.")
     return min(budget_bytes, MOST_BYTES)
-
-
-def check_budget(text: str) -> None:
-    """Raise SpecError if the text cannot be a budget for any trace; needs no trace."""
-    parse_budget(text, 1 << 60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

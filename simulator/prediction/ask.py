@@ -31,7 +31,6 @@ from simulator.core.limits import (
     MOST_BYTES,
     Levers,
     Limits,
-    check_budget,
     parse_budget,
 )
 from simulator.core.problem import Problem, Replay, peak_by_category
@@ -140,7 +139,7 @@ def question(
         raise TypeError(f"{sorted(unknown)[0]!r} is no word of a question.")
     budget_of, planner = words.get("budget_of"), words.get("planner")
     if budget is not None and budget != DEVICE:
-        check_budget(str(budget))
+        parse_budget(str(budget))
     if budget_of not in (None, ALLOCATED, RESERVED):
         raise SpecError(f"budget_of {budget_of!r}: give {ALLOCATED} or {RESERVED}.")
     seconds = words.get("seconds", DEFAULTS.seconds)

@@ -40,13 +40,8 @@ def cost_of(row: OpRow, created_bytes: int, device: Device, measured: Measured =
     if row.flags & VIEW:
         return Cost(time_ns=0, events=(), source="")
     known = measured.get(row.name)
-    if known is not None and _leaves(known.events, created_bytes):
-        return known
+    live = list(accumulate(known.events, initial=0)) if known is not None else [-1]
+    if known is not None and min(live) >= 0 and live[-1] == created_bytes:
+        return known  # its events never free what they have not allocated
     time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))
     return Cost(time_ns=time_ns, events=(), source=NONE)
-
-
-def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:
-    """Return whether events end at the bytes that the op creates, and never free what they have not allocated."""
-    live = list(accumulate(events, initial=0))
-    return min(live) >= 0 and live[-1] == created_bytes

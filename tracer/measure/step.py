@@ -84,7 +84,12 @@ def measure(
                 continue
             found.append(one(on_cuda if cuda else timed_on_cpu).times_ns)
             wholes.append(_whole_ns(runner))
-        _warn_if_busy([sum(x) for x in found], say)
+        totals = [sum(x) for x in found]
+        if max(totals) > SPREAD * min(totals):
+            say(
+                f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine "
+                "is busy, and the times of this trace are not reliable (its sizes are)."
+            )
         medians = [round(statistics.median(column)) for column in zip(*found, strict=True)]
         times = with_the_rest(medians, flags, int(statistics.median(wholes)))
     events = one(on_cuda if cuda else on_cpu).events
@@ -101,14 +106,6 @@ def measure(
         "target": draft.target.name if rehearsed else torch.cuda.get_device_name() if cuda else "cpu",
     }
     return costs, kept, header
-
-
-def _warn_if_busy(totals: Sequence[int], say: Callable[[str], None]) -> None:
-    if max(totals) > SPREAD * min(totals):
-        say(
-            f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine is "
-            "busy, and the times of this trace are not reliable (its sizes are)."
-        )
 
 
 def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) -> list[int]:
