@@ -46,10 +46,10 @@ def test_each_module_is_one_sentence(path: Path) -> None:
 
 # Lines, and the most that there may be. These numbers only go down: who deletes lowers them.
 MOST_LINES = {
-    "product": (30_931, ("traces", "simulator", "tracer", "executor"), ".py"),
-    "tests": (29_242, ("tests",), ".py"),
+    "product": (30_840, ("traces", "simulator", "tracer", "executor"), ".py"),
+    "tests": (29_080, ("tests",), ".py"),
     "C": (1_413, ("tracer", "executor"), (".c", ".h")),
-    "manuals": (879, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
+    "manuals": (878, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
 }
 
 
