@@ -40,9 +40,8 @@ class Found:
     budget_bytes: int
     rehearsals: Mapping[str, Rehearsal]  # untouched, and with the blocks compiled: saved (everything), plan
     plans: BlockPlans | None = None
-    others: tuple[
-        dict[str, Any], ...
-    ] = ()  # what else could be done, and what the process then takes of the GPU
+    # What else could be done, and what the process then takes of the GPU.
+    others: tuple[dict[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `execute rehearse --budget --json` prints it."""
