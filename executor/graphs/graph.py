@@ -205,13 +205,16 @@ class Graph:
                         "step reads it: change it after backward, or give the model a clone."
                     )
             gone = [k for k in tangents if values[k] is None]
+            sizes = _sizes(holders, values) if gone and self.of_many_sizes else {}
             for k in gone:
                 like = holders[k].meta["val"]
-                if known.parameters or any(isinstance(n, torch.SymInt) for n in like.shape):
+                shape = [n if isinstance(n, int) else sizes.get(str(n)) for n in like.shape]
+                if known.parameters or None in shape:
                     raise PlanError(
                         LEFT_OUT.format("in a call of other sizes, or a loop that frees gradients")
                     )
-                values[k] = fit_tangent(None, like)
+                made = torch.zeros(shape, dtype=like.dtype, device=like.device) if sizes else None
+                values[k] = fit_tangent(None, like) if made is None else made
             if known.parameters:
                 self.awaits = False
                 return hand_over.backward(module, known.parameters, places, values)
@@ -277,6 +280,16 @@ class Graph:
             return outputs
 
         return torch.compiler.disable(call)
+
+
+def _sizes(holders: Sequence[fx.Node], values: Sequence[Any]) -> dict[str, int]:
+    """What sizes that vary are in a call, by what stands for them in the graph."""
+    found: dict[str, int] = {}
+    for n, x in zip(holders, values, strict=True):
+        known = n.meta["val"]
+        pairs = zip(known.shape, x.shape, strict=True) if isinstance(x, torch.Tensor) else [(known, x)]
+        found |= {str(a): b for a, b in pairs if isinstance(a, torch.SymInt)}
+    return found
 
 
 def _reached(graph: fx.Graph, gone: set[fx.Node], grads: Sequence[Any]) -> list[Any]:

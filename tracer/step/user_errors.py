@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import traceback
@@ -45,8 +44,8 @@ def is_library(file: str) -> bool:
 @cache
 def _installed(folder: Path) -> set[str]:
     """What pip put into a folder of any name (`--target`), as each package's RECORD beside it tells."""
-    found = importlib.metadata.distributions(path=[str(folder)])
-    return {file.parts[0] for d in found if d.read_text("RECORD") for file in d.files or ()}
+    records = (record.read_text(encoding="utf-8") for record in folder.glob("*.dist-info/RECORD"))
+    return {line.partition(",")[0].partition("/")[0] for text in records for line in text.splitlines()}
 
 
 def is_data_dependent(error: BaseException) -> bool:
