@@ -22,7 +22,6 @@ from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, Input, Joint, input
 from tracer.capture.passes.batch_norm import without_statistics
 from tracer.precision.policy import ambient
 from tracer.record.program import Program, program_of
-from tracer.step.loop import fit_tangent
 from tracer.step.release import hands_over
 from tracer.torch_api import (
     BoxedCodeGen,
@@ -210,11 +209,8 @@ class Graph:
                 like = holders[k].meta["val"]
                 shape = [n if isinstance(n, int) else sizes.get(str(n)) for n in like.shape]
                 if known.parameters or None in shape:
-                    raise PlanError(
-                        LEFT_OUT.format("in a call of other sizes, or a loop that frees gradients")
-                    )
-                made = torch.zeros(shape, dtype=like.dtype, device=like.device) if sizes else None
-                values[k] = fit_tangent(None, like) if made is None else made
+                    raise PlanError(LEFT_OUT.format("at other sizes, or in a loop that frees gradients"))
+                values[k] = torch.zeros(shape, dtype=like.dtype, device=like.device)
             if known.parameters:
                 self.awaits = False
                 return hand_over.backward(module, known.parameters, places, values)
