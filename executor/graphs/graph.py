@@ -16,12 +16,13 @@ from executor.graphs import hand_over
 from executor.rewrite import Rewritten, rewrite
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
-from tracer.capture.captured import At, is_view
+from tracer.capture.captured import At, at, is_view
 from tracer.capture.compiling import compile_joint, kind_of
 from tracer.capture.joint import ARGUMENT, PARAMETER, PLACE, Input, Joint, inputs_of, joint_of
 from tracer.capture.passes.batch_norm import without_statistics
 from tracer.precision.policy import ambient
 from tracer.record.program import Program, program_of
+from tracer.step.loop import fit_tangent
 from tracer.step.release import hands_over
 from tracer.torch_api import (
     BoxedCodeGen,
@@ -207,10 +208,10 @@ class Graph:
             sizes = _sizes(holders, values) if gone and self.of_many_sizes else {}
             for k in gone:
                 like = holders[k].meta["val"]
-                shape = [n if isinstance(n, int) else sizes.get(str(n)) for n in like.shape]
-                if known.parameters or None in shape:
+                vary = (n.node.expr.free_symbols for n in like.shape if isinstance(n, torch.SymInt))
+                if known.parameters or not set().union(*vary) <= sizes.keys():
                     raise PlanError(LEFT_OUT.format("at other sizes, or in a loop that frees gradients"))
-                values[k] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+                values[k] = fit_tangent(None, at(like, sizes))
             if known.parameters:
                 self.awaits = False
                 return hand_over.backward(module, known.parameters, places, values)
@@ -278,13 +279,13 @@ class Graph:
         return torch.compiler.disable(call)
 
 
-def _sizes(holders: Sequence[fx.Node], values: Sequence[Any]) -> dict[str, int]:
+def _sizes(holders: Sequence[fx.Node], values: Sequence[Any]) -> dict[Any, int]:
     """What sizes that vary are in a call, by what stands for them in the graph."""
-    found: dict[str, int] = {}
+    found: dict[Any, int] = {}
     for n, x in zip(holders, values, strict=True):
         known = n.meta["val"]
         pairs = zip(known.shape, x.shape, strict=True) if isinstance(x, torch.Tensor) else [(known, x)]
-        found |= {str(a): b for a, b in pairs if isinstance(a, torch.SymInt)}
+        found |= {a.node.expr: b for a, b in pairs if isinstance(a, torch.SymInt)}
     return found
 
 
