@@ -237,15 +237,13 @@ def all_of(cases: Mapping[int, Case], book: Book, root: Path) -> list[Result]:
 
 def run_cases(cases: Mapping[int, Case], book: Book, root: Path, say: Say) -> Iterator[Result]:
     """What comes out of cases, by their numbers, one after another. Eager and save-all are measured once a step."""
-    results = list(book.records)
+    known: dict[Path, dict[str, JobResult]] = {}
+    for step, m in ((_trace(r.case, root), r.measurement) for r in book.records if r.measurement):
+        of = (EAGER, m.eager), (KEEP_ALL, m.keep_all)
+        known[step] = {k: JobResult(figures=v, environment=dict(m.environment)) for k, v in of}
     for number, case in counted(cases.items(), lambda item: item[1].label, say):
-        step, known = _trace(case, root), dict[str, JobResult]()
-        for m in (r.measurement for r in results if r.measurement and _trace(r.case, root) == step):
-            of = (EAGER, m.eager), (KEEP_ALL, m.keep_all)
-            known = {k: JobResult(figures=v, environment=dict(m.environment)) for k, v in of}
-        plan = root / "plans" / f"{number}.json"
-        results.append(_result(case, book.method, step, known, plan, lambda s: say(f"    {s}")))
-        yield results[-1]
+        step, plan = _trace(case, root), root / "plans" / f"{number}.json"
+        yield _result(case, book.method, step, known.setdefault(step, {}), plan, lambda s: say(f"    {s}"))
 
 
 def _result(

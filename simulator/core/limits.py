@@ -65,13 +65,14 @@ class Limits:
     seed: int = 0
     until: float = math.inf  # of `now`: no later than that, however many seconds are left
 
-    def clock(self) -> Clock:
-        """A clock that starts now and runs for `seconds`, or `until` then."""
-        return Clock(deadline=min(now() + self.seconds, self.until))
+    def started(self) -> Limits:
+        """Return the same for all plans together, which take no more than `seconds` from now on, or `until` then."""
+        return replace(self, until=min(now() + self.seconds, self.until))
 
-    def together(self) -> Limits:
-        """Return the same for several plans, which all together take no more than `seconds` from now on."""
-        return replace(self, until=self.clock().deadline)
+    @property
+    def over(self) -> bool:
+        """Whether a planner has to stop."""
+        return now() >= self.until
 
 
 DEFAULTS: Final = Limits()
@@ -105,14 +106,3 @@ class Levers:
 
 
 BIT_EXACT: Final = Levers()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """When a planner has to stop."""
-
-    deadline: float  # of `now`
-
-    @property
-    def over(self) -> bool:
-        return now() >= self.deadline

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.limits import Clock
+from simulator.core.limits import Limits
 from simulator.kernels.anneal import TALLY, Walked, anneal
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 from simulator.kernels.walk import pack_rows
@@ -64,7 +64,7 @@ class Annealer:
         state: State,
         steps: int,
         *,
-        clock: Clock,
+        clock: Limits,
         heat: float = 1.0,
         target_ns: int = 0,
         ns_per_byte: float = 0.0,

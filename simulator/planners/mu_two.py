@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from simulator.bounds import bounder_of
 from simulator.core.evaluator import Evaluator, State, evaluator_of, without
-from simulator.core.limits import DEFAULTS, Clock, Limits
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segments import segmentations
@@ -97,7 +97,7 @@ class Search:
     That ends `save_again`, and all else only if no plan can fit: then no more is at stake than how low a peak is told.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int, clock: Clock | None = None) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, clock: Limits = DEFAULTS) -> None:
         trace = problem.trace
         self.trace, self.problem, self.budget_bytes = trace, problem, budget_bytes
         self.evaluator = evaluator_of(problem)
@@ -108,7 +108,7 @@ class Search:
         self.last_forward = np.array(self.evaluator.last_forward, np.int64)
         self.evaluations = 0
         self.hopeless = budget_bytes < bounder_of(problem).floor.peak_bytes
-        self.clock = clock or Limits(seconds=float("inf")).clock()
+        self.clock = clock
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
         """(peak, added time, peak step, steps), counted."""
@@ -242,7 +242,7 @@ MOST_EXCHANGES: Final = 1000  # so that it ends on any trace
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget. Raises BudgetError: none was found."""
-    search = Search(problem, budget_bytes, limits.clock())
+    search = Search(problem, budget_bytes, limits.started())
     best = cheapest(search)
     if best is None:
         raise refuse(problem, "mu-two", budget_bytes, search.lowest_peak_bytes)

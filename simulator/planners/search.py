@@ -49,8 +49,8 @@ ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget. Raises BudgetError: none was found."""
-    limits = limits.together()
-    greedy = Search(problem, budget_bytes, limits.clock())
+    limits = limits.started()
+    greedy = Search(problem, budget_bytes, limits)
     best, bound = cheapest(greedy), bounder_of(problem).bound(budget_bytes)
     least_ns, floor_bytes = problem.trace.time_ns + bound.added_time_ns, bounder_of(problem).floor.peak_bytes
     good_enough_ns = least_ns + int(CLOSED * problem.trace.time_ns)
@@ -72,9 +72,8 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
 
 def _shortly(problem: Problem, budget_bytes: int, limits: Limits) -> tuple[Search, Found | None]:
     """A search of its own for any plan within the budget, with time of its own, and what it found."""
-    search = Search(
-        problem, budget_bytes, replace(limits, seconds=SLOWEST * limits.seconds, until=inf).clock()
-    )
+    own = replace(limits, seconds=SLOWEST * limits.seconds, until=inf)
+    search = Search(problem, budget_bytes, own.started())
     return search, anneal(search, None, limits, ANY_NS, ANY_NS)
 
 

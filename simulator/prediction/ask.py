@@ -336,11 +336,11 @@ def _planned(a: Answer, say: Say) -> Prediction:
     """The step with the cheapest plan that is found; raises BudgetError: none is within the budget."""
     problem, q, limit, setting = a.asked.problem, a.question, a.budget_bytes, a.asked.setting
     under: dict[Problem, Setting] = {}  # the allocator settings of a step's plan
-    limits, made = q.limits.together(), 0
+    limits, made = q.limits.started(), 0
 
     def make(step: Problem) -> Plan:
         nonlocal made
-        if made and limits.clock().over:
+        if made and limits.over:
             raise Infeasible("the time is over, and there is a plan.", {"lowest_peak_bytes": MOST})
         plan = (reserved if a.budget_of == RESERVED and limit is not None else one)(step)
         made += 1

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from simulator.allocator.device import Setting, device_fit
-from simulator.core.limits import Clock, Limits
+from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
@@ -43,7 +43,7 @@ def plan_within_reserved(
 ) -> tuple[Plan, Setting]:
     """The cheapest plan found whose reserved memory is within the limit, and its setting (the most welcome comes
     first); of equally dear plans the leanest. Raises BudgetError: none was found."""
-    limits = limits.together()
+    limits = limits.started()
     share = replace(limits, seconds=limits.seconds / SHARES)
 
     def judged(budget_bytes: int) -> Tried:
@@ -64,7 +64,7 @@ def plan_within_reserved(
         say(f"a plan that adds {added:.2f} % reserves {best.reserved_bytes:,} bytes under {told}")
         return best
 
-    tried, why = lower_until_within(judged, limit_bytes, Clock(deadline=limits.until))
+    tried, why = lower_until_within(judged, limit_bytes, limits)
     if within := [t for t in tried if t.reserved_bytes <= limit_bytes]:
         best = min(within, key=lambda t: (t.plan.predicted["plan"]["step_time_ns"], t.reserved_bytes))
         return best.plan, best.setting
@@ -83,7 +83,7 @@ def plan_within_reserved(
 
 
 def lower_until_within(
-    make: Callable[[int], Tried], limit_bytes: int, clock: Clock
+    make: Callable[[int], Tried], limit_bytes: int, clock: Limits
 ) -> tuple[list[Tried], BudgetError | None]:
     """The plans for a few budgets of allocated memory; and why there is none for a lower one, if one was asked for.
 

@@ -115,9 +115,9 @@ def test_compiling_is_not_on_the_planners_clock(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_excused_seconds_lengthen_a_running_clock() -> None:
-    running = Limits(seconds=0.0).clock()
+    running = Limits(seconds=0.0).started()
     assert running.over
     clock.excuse(60.0)
     assert not running.over
-    assert 50 < running.deadline - clock.now() <= 60
-    assert Limits(seconds=0.0).clock().over  # what was excused before it began is not its own
+    assert 50 < running.until - clock.now() <= 60
+    assert Limits(seconds=0.0).started().over  # what was excused before it began is not its own

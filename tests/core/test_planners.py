@@ -227,10 +227,10 @@ def test_mu_two_stops_in_time_where_no_plan_fits() -> None:
     problem = Problem(of)
     least = Instants(problem).floor.peak_bytes
     no_time = Limits(seconds=0)
-    search = Search(problem, least - 1, no_time.clock())
+    search = Search(problem, least - 1, no_time.started())
     assert cheapest(search) is None
     assert search.evaluations <= 2
-    assert cheapest(Search(problem, peak(of) // 2, no_time.clock())) is not None
+    assert cheapest(Search(problem, peak(of) // 2, no_time.started())) is not None
 
 
 def test_mu_two_goes_below_what_greedy_releases_by_segments_and_drops() -> None:
@@ -330,7 +330,7 @@ def test_when_the_time_is_over_the_search_stops_improving() -> None:
     of = cheap_and_dear()
     in_no_time = plan_with("mu-two", Problem(of), 300, Limits(seconds=0))
     assert peak(of, in_no_time) <= 300
-    search = Search(Problem(of), UNLIMITED, Limits(seconds=0).clock())
+    search = Search(Problem(of), UNLIMITED, Limits(seconds=0).started())
     state = state_of(search.evaluator, [Action(storage=s) for s in search.problem.candidates])
     assert not any(search.save_again(state).state.saved[s] for s in search.problem.candidates)
 

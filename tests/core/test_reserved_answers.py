@@ -21,7 +21,7 @@ from simulator.allocator.device import (
     settings_to_try,
 )
 from simulator.allocator.reserved import reserved_peak
-from simulator.core.limits import Clock, Limits
+from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.kernels import now
@@ -186,7 +186,7 @@ def test_a_trace_recorded_under_settings_is_planned_under_them() -> None:
     assert [s.alloc_conf for s in settings_to_try(recorded, setting_of(recorded))] == ["max_split_size_mb:64"]
 
 
-NOW = Clock(deadline=math.inf)
+NOW = Limits()
 
 
 def made(reserves: Callable[[int], int], least: int = 0) -> Any:
@@ -344,7 +344,7 @@ def test_all_plans_for_one_budget_share_its_time(network: Path, monkeypatch: pyt
     ends: list[float] = []
 
     def planned(planner: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
-        ends.append(replace(limits, seconds=100.0).clock().deadline)
+        ends.append(replace(limits, seconds=100.0).started().until)
         return plan_with("mu-two", problem, budget_bytes, limits)
 
     monkeypatch.setattr(reserved_budget, "plan_with", planned)
@@ -357,7 +357,7 @@ def test_all_plans_for_one_budget_share_its_time(network: Path, monkeypatch: pyt
 
 
 def test_the_time_ends_the_search_once_a_plan_is_within() -> None:
-    over = Clock(deadline=-math.inf)
+    over = Limits(until=-math.inf)
     make, asked = made(lambda budget: budget + budget // 4)
     tried, _ = lower_until_within(make, 1000, over)
     assert highest_within(tried, 1000) == tried[-1].plan.budget_bytes  # the first that is within is the last

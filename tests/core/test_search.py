@@ -77,7 +77,7 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(of: Trace, seed: int, pe
     evaluator = Evaluator(problem)
     annealer = Annealer(evaluator, budget_bytes, seed)
     for _ in range(4):
-        found = annealer.run(evaluator.state(), 200, clock=LONG.clock())
+        found = annealer.run(evaluator.state(), 200, clock=LONG.started())
         if found is None:
             return
         assert evaluator.cost(found.state)[1] == found.time_ns
@@ -159,7 +159,7 @@ def test_the_time_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     of = shared_link()
     evaluator = Evaluator(Problem(of))
     annealer = Annealer(evaluator, 215, 0)
-    annealer.run(evaluator.state(), 10**15, clock=Limits(seconds=3.0).clock())
+    annealer.run(evaluator.state(), 10**15, clock=Limits(seconds=3.0).started())
     assert 3 <= next(ticks) < 6
 
 

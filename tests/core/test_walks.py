@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.limits import Clock
+from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.kernels.anneal import anneal
 from simulator.kernels.compiled import compiled
@@ -20,7 +20,7 @@ from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.records.trace import Trace
 
-NEVER = Clock(deadline=float("inf"))
+NEVER = Limits()
 
 
 def ladder() -> Trace:
