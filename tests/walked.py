@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from simulator.core.evaluator import Evaluator, State
-from traces.records.plan import SAVE, Action
+from simulator.levers import edited
+from simulator.levers.edit import Editing
+from traces.records.plan import SAVE, Action, Rewrite
+from traces.records.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +51,8 @@ def state_of(evaluator: Evaluator, actions: Iterable[Action]) -> State:
             k = max(evaluator.before[c], evaluator.forward - 1)
             state.evictions[k] = (*state.evictions.get(k, ()), a.storage)
     return state
+
+
+def rewritten(of: Trace, rewrites: Iterable[Rewrite]) -> Trace:
+    """The trace of a step that rewrites change."""
+    return edited(Editing(of), rewrites).trace()

@@ -136,10 +136,8 @@ def serve(function: str) -> None:
         module, _, name = function.partition(":")
         answer = getattr(import_module(module), name)(**arguments)
     except Exception as error:
-        told = error_json(error)
-        if told is None:
+        if (answer := error_json(error)) is None:
             raise
-        answer = told
     tell(answer)
 
 

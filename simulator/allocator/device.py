@@ -37,13 +37,8 @@ class DeviceMemory:
         return max(0, self.memory_bytes - self.context_bytes - self.reserve_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "device": self.name,
-            "memory_bytes": self.memory_bytes,
-            "context_bytes": self.context_bytes,
-            "reserve_bytes": self.reserve_bytes,
-            "usable_bytes": self.usable_bytes,
-        }
+        sizes = ("memory_bytes", "context_bytes", "reserve_bytes", "usable_bytes")
+        return {"device": self.name, **{k: getattr(self, k) for k in sizes}}
 
     def room(self) -> str:
         """`A100-40: 40.00 GiB, less 704.00 MiB for the CUDA context (assumed): 39.31 GiB to use`."""

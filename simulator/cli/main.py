@@ -75,11 +75,10 @@ def main() -> None:
 def planners_command(as_json: bool) -> None:
     """List the planners."""
     from simulator.planners import REGISTRY
+    from simulator.show.tables import aligned
 
     about = {name: summary for name, (_, summary) in REGISTRY.items()}
-    wide = max(map(len, about))
-    lines = (f"{name:{wide}}  {text}" for name, text in about.items())
-    echo(json.dumps(about) if as_json else "\n".join(lines))
+    echo(json.dumps(about) if as_json else "\n".join(aligned([*about.items()], left=(0, 1))))
 
 
 main.add_command(plan_command, DEFAULT_COMMAND)

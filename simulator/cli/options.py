@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -78,12 +79,20 @@ OWN_WORDS: Final = ("--batch-size", "-o", "--output", "-f", "--force", "--json")
 asking: Final = partial(gathered, "words", dict)  # gives a command options of a question, and it their values
 
 
-def listed(option: str, text: str) -> tuple[str, ...]:
+def listed(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...] | None:
     """The words of an option such as `a,b,c`; raises SpecError if one stands there twice."""
-    words = tuple(word.strip() for word in text.split(","))
-    if len(set(words)) != len(words):
-        raise SpecError(f"{option} {text!r}: the same word stands there twice.")
+    words = None if text is None else tuple(word.strip() for word in text.split(","))
+    if words is not None and len(set(words)) != len(words):
+        raise SpecError(f"{option.opts[0]} {text!r}: the same word stands there twice.")
     return words
+
+
+def numbers(context: click.Context, option: click.Parameter, text: str) -> list[int]:
+    """The whole numbers of an option such as `8,16`; raises SpecError as `listed`, or if one is none."""
+    words = listed(context, option, text) or ()
+    if not all(re.fullmatch("[1-9][0-9]*", word) for word in words):
+        raise SpecError(f"{option.opts[0]} {text!r}: give whole numbers with commas, such as 8,16,32.")
+    return [*map(int, words)]
 
 
 def words_for_trace(model: str, words: tuple[str, ...], *own: str) -> tuple[str, ...]:

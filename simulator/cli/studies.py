@@ -4,7 +4,6 @@ at several batch sizes.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,34 @@ from simulator.cli.options import (
     Words,
     asking,
     listed,
+    numbers,
     show,
     words_for_trace,
 )
 from traces.commands import Output, Refused, answer_options, output_options
 from traces.errors import BudgetError, SpecError
 
-BUDGET_OVERHEAD = click.option(
-    "--budget-overhead", default="30%", show_default=True, help="Time that a plan may add to a step."
-)
+
+def _percent(_: click.Context, option: click.Parameter, text: str) -> float:
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise SpecError(f"{option.opts[0]} {text!r}: give a share of the step's time, such as 10%.")
+    return value
+
+
+BUDGET_OVERHEAD = click.option("--budget-overhead", "budget_overhead_percent", default="30%", callback=_percent,
+                               show_default=True, help="Time that a plan may add to a step.")  # fmt: skip
 
 
 @click.command("compare")
 @click.argument("trace_name", metavar="TRACE")
 @asking(BUDGET, *SEARCH, *DEVICE)
-@click.option("--planners", help="Planners to compare, separated by commas (default: all).")
+@click.option("--planners", callback=listed, help="Planners to compare, separated by commas (default: all).")
 @output_options
-def compare_command(trace_name: str, words: Words, planners: str | None, out: Output) -> None:
+def compare_command(trace_name: str, words: Words, planners: tuple[str, ...] | None, out: Output) -> None:
     """Compare the planners on one trace and budget.
 
     Prints the peak, the added time, the gap to the certified bound and the solve time of each planner, or why it has no
@@ -47,8 +57,7 @@ def compare_command(trace_name: str, words: Words, planners: str | None, out: Ou
     """
     from simulator.studies.comparison import compare
 
-    names = None if planners is None else listed("--planners", planners)
-    found = compare(trace_name, planners=names, name=trace_name, progress=out.say, **words)
+    found = compare(trace_name, planners=planners, name=trace_name, progress=out.say, **words)
     show(out, found)
     if not found.data["feasible"]:
         why = found.rows[0].message
@@ -77,21 +86,14 @@ def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> N
 @click.command("sweep", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @TRACE_WORDS
-@click.option("--batch-sizes", required=True, help="Batch sizes, such as 8,16,32,64.")
+@click.option("--batch-sizes", callback=numbers, required=True, help="Batch sizes, such as 8,16,32,64.")
 @asking(BUDGET, BUDGET_OF, ALLOC_CONF, PLANNER, *SEARCH, *LEVERS)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result (default: MODEL-sweep)."
-)
+@click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
+              help="Directory of the result (default: MODEL-sweep).")  # fmt: skip
 @DASK
 @output_options
 def sweep_command(
-    model: str,
-    trace_words: tuple[str, ...],
-    batch_sizes: str,
-    words: Words,
-    output: Path | None,
-    dask: str,
-    out: Output,
+    model: str, trace_words: tuple[str, ...], batch_sizes: list[int], words: Words, out: Output, **place: Any
 ) -> None:
     """Trace and plan MODEL at several batch sizes.
 
@@ -103,9 +105,9 @@ def sweep_command(
     from simulator.studies.sweep import sweep
     from simulator.studies.tracing import Traced
 
-    asked, sizes = question(**words), _sizes("--batch-sizes", batch_sizes)
-    traced = Traced.of(model, output, "sweep", words_for_trace(model, trace_words), dask)
-    found = sweep(traced, sizes, asked, out.say)
+    asked = question(**words)
+    traced = Traced.of(model, study="sweep", words=words_for_trace(model, trace_words), **place)
+    found = sweep(traced, batch_sizes, asked, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
@@ -129,7 +131,7 @@ def sweep_command(
 @DASK
 @answer_options
 def max_batch_command(
-    model: str, trace_words: tuple[str, ...], budget_overhead: str, words: Words, out: Output, **limits: Any
+    model: str, trace_words: tuple[str, ...], words: Words, out: Output, **limits: Any
 ) -> None:
     """Find the largest batch of MODEL that fits a device, without a plan and with one.
 
@@ -145,9 +147,7 @@ def max_batch_command(
     from traces.files import canonical_json, write_text
 
     words_for_trace(model, trace_words, "--target")  # which --gpu decides
-    price = _percent(budget_overhead)
-    words |= {"budget_overhead_percent": price, "trace_options": trace_words, "progress": out.say, **limits}
-    found = max_batch(model, **words)
+    found = max_batch(model, trace_options=trace_words, progress=out.say, **words, **limits)
     write_text(found.directory / "max-batch.json", canonical_json(found.data) + "\n")
     show(out, found)
     if not found.with_plan:
@@ -158,13 +158,12 @@ def max_batch_command(
 @click.command("capacity", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @TRACE_WORDS
-@click.option("--gpus", required=True, help="Devices of `trace targets`, such as h100,a100-80,rtx-4090.")
-@click.option(
-    "--batch-sizes", default="8,16,32,64,128,256", show_default=True, help="Batch sizes to answer for."
-)
-@click.option(
-    "--ranks", default="1", show_default=True, help="Numbers of ranks to shard MODEL over, such as 1,8,64."
-)
+@click.option("--gpus", callback=listed, required=True,
+              help="Devices of `trace targets`, such as h100,a100-80,rtx-4090.")  # fmt: skip
+@click.option("--batch-sizes", default="8,16,32,64,128,256", callback=numbers, show_default=True,
+              help="Batch sizes to answer for.")  # fmt: skip
+@click.option("--ranks", default="1", callback=numbers, show_default=True,
+              help="Numbers of ranks to shard MODEL over, such as 1,8,64.")  # fmt: skip
 @BUDGET_OVERHEAD
 @asking(*DEVICE[2:], PLANNER, *SEARCH, *LEVERS)
 @click.option("-o", "--output", "directory", type=click.Path(path_type=Path),
@@ -172,16 +171,7 @@ def max_batch_command(
 @DASK
 @output_options
 def capacity_command(
-    model: str,
-    trace_words: tuple[str, ...],
-    gpus: str,
-    batch_sizes: str,
-    ranks: str,
-    budget_overhead: str,
-    words: Words,
-    directory: Path | None,
-    dask: str,
-    out: Output,
+    model: str, trace_words: tuple[str, ...], batch_sizes: list[int], words: Words, out: Output, **more: Any
 ) -> None:
     """Show which batch sizes of MODEL fit which GPUs, untouched and with a plan, and the largest on each.
 
@@ -196,31 +186,8 @@ def capacity_command(
     from simulator.studies.capacity import capacity
 
     words_for_trace(model, trace_words, "--target")
-    words |= {
-        "budget_overhead_percent": _percent(budget_overhead),
-        "trace_options": trace_words,
-        "dask": dask,
-        "ranks": _sizes("--ranks", ranks),
-    }
-    sizes = sorted(_sizes("--batch-sizes", batch_sizes))
-    found = capacity(model, listed("--gpus", gpus), sizes, directory=directory, progress=out.say, **words)
+    words |= {"batch_sizes": sorted(batch_sizes), "trace_options": trace_words, "progress": out.say}
+    found = capacity(model, **words, **more)
     show(out, found)
     if not any(of.with_plan for of in found.rows):
-        raise Refused(f"{model} fits none of {gpus}, with or without a plan.", 1)
-
-
-def _sizes(option: str, text: str) -> list[int]:
-    sizes = listed(option, text)
-    if not all(re.fullmatch("[1-9][0-9]*", size) for size in sizes):
-        raise SpecError(f"{option} {text!r}: give whole numbers with commas, such as 8,16,32.")
-    return [*map(int, sizes)]
-
-
-def _percent(text: str) -> float:
-    try:
-        value = float(text.strip().removesuffix("%"))
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise SpecError(f"--budget-overhead {text!r}: give a share of the step's time, such as 10%.")
-    return value
+        raise Refused(f"{model} fits none of {','.join(more['gpus'])}, with or without a plan.", 1)

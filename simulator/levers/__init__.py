@@ -72,11 +72,6 @@ LEVERS: Final[dict[str, Lever]] = {
 UNASKED: Final = tuple(name for name, lever in LEVERS.items() if lever.unasked)
 
 
-def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
-    """The trace of the step so changed. Raises PlanError if a rewrite means nothing in this trace."""
-    return edited(Editing(trace), rewrites).trace() if rewrites else trace
-
-
 def edited(editing: Editing, rewrites: Iterable[Rewrite]) -> Editing:
     """Return the same editing, once the rewrites are made. Raises PlanError if one means nothing in its trace."""
     for rewrite in in_order(rewrites):

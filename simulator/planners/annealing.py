@@ -83,13 +83,23 @@ class Annealer:
             return self.best
         hot, cold = heat * HOT * self.unit_ns, COLD * self.unit_ns
         price = max(PRICE * HOT * self.unit_ns / max(1, self.largest), MARGIN * ns_per_byte)
-        w, done = self.begin(state), 0
+        ev, w, done = self.evaluator, self.begin(state), 0
+        figures = w.figures[0]
         while done < steps and not clock.over and not (self.best and self.best.time_ns <= target_ns):
             temperature = hot * (cold / hot) ** (done / steps)
             until = min(steps, done + min(1 + steps // REVIEWS, MOST_STEPS))
-            self.go(w, until, temperature, price, target_ns - self.evaluator.base_time_ns)
-            price *= DEARER if w.figures[0]["over_bytes"] else CHEAPER
-            done = int(w.figures[0]["steps"])
+            before = int(figures["best_added_ns"])
+            anneal(
+                until, LEAST_REVIEW, temperature, price, target_ns - ev.base_time_ns, self.budget_bytes,
+                self.values, ev.facts, ev.work_space(0), w, self.retaining,
+            )  # fmt: skip
+            self.lowest_peak_bytes = int(figures["lowest_peak_bytes"])
+            if (best_ns := int(figures["best_added_ns"])) < before:
+                pairs = w.best_evictions[:, : int(figures["best_evictions"])]
+                found = state_of(w.best, self.retaining.may_stay, pairs)
+                self.best = Found(state=found, time_ns=ev.base_time_ns + best_ns)
+            price *= DEARER if figures["over_bytes"] else CHEAPER
+            done = int(figures["steps"])
         return self.best
 
     def begin(self, state: State) -> Walked:
@@ -111,28 +121,6 @@ class Annealer:
             rng=self.rng,
             figures=figures,
         )
-
-    def go(
-        self,
-        w: Walked,
-        until: int,
-        temperature: float,
-        price: float,
-        target_ns: int,
-        least: int = LEAST_REVIEW,
-    ) -> None:
-        """Go on until so many steps have been walked, and at least so many moves made."""
-        ev, figures = self.evaluator, w.figures[0]
-        before = int(figures["best_added_ns"])
-        anneal(
-            until, least, temperature, price, target_ns, self.budget_bytes, self.values,
-            ev.facts, ev.work_space(0), w, self.retaining,
-        )  # fmt: skip
-        self.lowest_peak_bytes = int(figures["lowest_peak_bytes"])
-        if (best_ns := int(figures["best_added_ns"])) < before:
-            pairs = w.best_evictions[:, : int(figures["best_evictions"])]
-            found = state_of(w.best, self.retaining.may_stay, pairs)
-            self.best = Found(state=found, time_ns=ev.base_time_ns + best_ns)
 
     def _retaining(self) -> Retaining:
         ev, problem = self.evaluator, self.evaluator.problem

@@ -15,6 +15,7 @@ the step itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -80,10 +81,10 @@ class Costs:
         """Added time if s is evicted too."""
         return sum(self.evaluator.time_ns[k] for k in self.chain(s) if not self.used[k])
 
-    def saves_ns(self, s: int) -> int:
-        """Time that it takes off if the evicted s is saved again."""
+    def saves_ns(self, group: Sequence[int]) -> int:
+        """Time that it takes off if evicted values that one op makes are saved again."""
         time_ns, used = self.evaluator.time_ns, self.used
-        return sum(time_ns[k] for k in self.chain(s) if used[k] == 1)
+        return sum(time_ns[k] for k in self.chain(group[0]) if used[k] == len(group))
 
     def evicted(self, s: int) -> None:
         """Count s as evicted."""
@@ -199,7 +200,7 @@ class Search:
             costs = Costs(ev, state)
             order = sorted(
                 (s for s in self.problem.candidates if not state.saved[s]),
-                key=lambda s: (-costs.saves_ns(s) / ev.nbytes[s], s),
+                key=lambda s: (-costs.saves_ns([s]) / ev.nbytes[s], s),
             )
             for s in order:
                 if ev.nbytes[s] > room[ev.last_forward[s]]:
@@ -304,7 +305,7 @@ def exchanged(search: Search, found: Found) -> Found:
         for s in search.problem.candidates:
             if not found.state.saved[s]:
                 made.setdefault(search.evaluator.producer[s], []).append(s)
-        gains = {group: offer.gain_ns(group) for group in map(tuple, made.values())}
+        gains = {group: offer.costs.saves_ns(group) for group in map(tuple, made.values())}
         prices = {g: gain / sum(search.evaluator.nbytes[s] for s in g) for g, gain in gains.items() if gain}
         for group in sorted(prices, key=lambda g: (-prices[g], g)):
             if search.clock.over or search.evaluations >= limit:
@@ -334,15 +335,10 @@ class _Offer:
         self.cost_ns = np.array([costs.of(s) for s in saved], np.int64)
         self.slack_bytes = search.budget_bytes - search.walk(found.state)[0]
 
-    def gain_ns(self, group: tuple[int, ...]) -> int:
-        costs = self.costs
-        ops = costs.chain(group[0])
-        return sum(costs.evaluator.time_ns[k] for k in ops if costs.used[k] == len(group))
-
     def taken_for(self, group: tuple[int, ...]) -> Found | None:
         """A cheaper plan that saves the group in place of some of what is offered; None if that costs what it saves."""
         search, ev = self.search, self.search.evaluator
-        gain_ns = self.gain_ns(group)
+        gain_ns = self.costs.saves_ns(group)
         everything = np.ones(len(self.saved), np.bool_)
         if self._cheapest(everything, sum(ev.nbytes[s] for s in group) - self.slack_bytes, gain_ns) is None:
             return None

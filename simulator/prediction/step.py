@@ -274,10 +274,6 @@ def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     elif peak and 100 * (peak - untouched) >= NOTABLE_PERCENT * peak:
         in_vain = c.plan.changes and c.planned.timeline.peak_allocated_bytes >= untouched
         yield UNTOUCHED_LESS, "", {**figures, "in_vain": int(in_vain)}
-    yield from _of_the_allocator(c)
-
-
-def _of_the_allocator(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     if c.plan.budget_of == RESERVED and c.setting.alloc_conf:
         yield "allocator-settings", c.setting.alloc_conf, {}
     fits = {"everything saved": c.saved_fit, "the plan": c.planned_fit}

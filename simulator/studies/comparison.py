@@ -11,7 +11,7 @@ from simulator.planners import REGISTRY, find
 from simulator.prediction.ask import Budget, Device, Source, Words, ask, problem_of, question
 from simulator.prediction.step import predict, text, warnings_of
 from simulator.show.tables import Cell, no, table, yes
-from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of
+from simulator.studies.rows import Row, Study, asked, columns, row_of
 from traces.errors import LowtideError
 from traces.files import to_json
 from traces.progress import Say, counted, silent
@@ -63,10 +63,10 @@ def compare(
         problem=problem,
         rows=tuple(rows),
         data={
-            **asked(problem, name, saved.setting),
+            **asked(name, saved),
             "budget_bytes": limit,
             "feasible": best is not None,
-            "baseline": baseline(problem, kept, saved.setting),
+            "baseline": saved.saved_figures.headline(),
             "bound": {k: told[k] for k in ("overhead_percent", "added_time_ns", "feasible", "reason")},
             "warnings": list(map(text, warnings_of(problem))),
             "planners": list(map(to_json, rows)),

@@ -15,9 +15,9 @@ from typing import Any, Unpack
 from simulator.bounds import bounder_of
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer, Device, Source, Words, ask, problem_of, question
-from simulator.prediction.step import text, warnings_of
+from simulator.prediction.step import predict, text, warnings_of
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.rows import Row, Study, asked, baseline, columns, row_of
+from simulator.studies.rows import Row, Study, asked, columns, row_of
 from traces.errors import SpecError
 from traces.files import to_json
 from traces.progress import Say, counted, silent
@@ -66,15 +66,14 @@ def pareto(
     for budget, pick in zip(sorted(made), picks, strict=True):
         bound, given = bounder_of(problem).bound(budget), dict[str, Any]()
         if pick is not None:
-            found = pick.planned
-            times = (run.timeline.step_time_ns for run in (found.planned, found.saved))
-            gap = None if found.plan.rewrites else bound.gap_points(*times)
-            given = {"message": "", "made_for_bytes": pick.budget_bytes, "gap_points": gap}
+            given = {"message": "", "made_for_bytes": pick.budget_bytes}
         if bound.feasible:
             given["bound_overhead_percent"] = bound.overhead_percent
-        rows.append(row_of(made[budget], pick, **given))
+        found = None if pick is None else pick.found
+        rows.append(row_of(replace(made[budget], found=found), **given))
     rows[1:] = [replace(b, price_ns_per_gib=_price(a, b)) for a, b in pairwise(rows)]
-    meta, kept, setting = problem.trace.meta, problem.saved, asks.setting(problem.trace.meta)
+    meta, saved = problem.trace.meta, predict(problem, asks.setting(problem.trace.meta))
+    step_ns, device = saved.saved.timeline.step_time_ns, saved.setting.device
     seconds, planner = time.perf_counter() - start, asks.planner_name
     reached = [row.peak_allocated_bytes for row in rows if row.peak_allocated_bytes is not None]
     reach = f"down to {show_bytes(reached[0])}" if reached else "no plan"
@@ -86,21 +85,21 @@ def pareto(
         problem=problem,
         rows=tuple(rows),
         data={
-            **asked(problem, name, setting),
+            **asked(name, saved),
             "planner": planner,
             "solve_seconds": round(seconds, 3),
-            "baseline": baseline(problem, kept, setting),
+            "baseline": saved.saved_figures.headline(),
             "warnings": list(map(text, warnings_of(problem))),
             "floor_bytes": least,
             "smallest_peak_bytes": min(reached, default=None),
             "points": list(map(to_json, rows)),
         },
         words=f"{name}: {planner}, {len(rows)} budgets in {seconds:.2f} s; step "
-        f"{show_time(kept.timeline.step_time_ns)} with everything saved; no plan can go below "
+        f"{show_time(step_ns)} with everything saved; no plan can go below "
         f"{show_bytes(least)}",
         short=f"{meta.model}, batch {meta.batch_size}: {len(rows)} budgets by {planner}, {reach}, floor "
         f"{show_bytes(least)}; grey: the certified bound",
-        table=_table(rows, kept.timeline.step_time_ns, setting.device.name if setting.device else "device"),
+        table=_table(rows, step_ns, device.name if device else "device"),
         curves={"certified bound": bounds, "plan": added},
         plans=tuple(None if pick is None else pick.planned.plan for pick in picks),
     )

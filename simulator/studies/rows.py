@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
 
-from simulator.allocator.device import Setting, device_fit
-from simulator.core.problem import Problem, Replay
+from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.ask import Answer
+from simulator.prediction.step import Prediction
 from simulator.show import notebook
 from simulator.show.tables import Table
 from traces.records.plan import Plan
@@ -53,21 +53,21 @@ class Row:
     price_ns_per_gib: int | None = None  # time that one GiB less costs, up to the next smaller budget
 
 
-def row_of(a: Answer, plan: Answer | None = None, **more: Any) -> Row:
-    """The row of an answer; `plan`: the one whose plan stands there, if it is another's."""
-    plan, refused = plan or a, a.refusal
+def row_of(a: Answer, **more: Any) -> Row:
+    """The row of an answer."""
+    refused = a.refusal
     known = {
         "planner": a.question.planner_name,
         "budget_bytes": a.budget_bytes,
         "solve_seconds": round(a.solve_seconds, 3),
-        "feasible": plan.found is not None,
+        "feasible": a.found is not None,
         "lowest_peak_bytes": None,
         "message": "" if refused is None else str(refused),
     }
     if isinstance(refused, Infeasible):
         known["lowest_peak_bytes"] = refused.figures["lowest_peak_bytes"]
-    if plan.found is not None:
-        c, figures = plan.found, plan.found.planned_figures
+    if a.found is not None:
+        c, figures = a.found, a.found.planned_figures
         known |= {
             "peak_allocated_bytes": figures.peak_allocated_bytes,
             "peak_reserved_bytes": figures.peak_reserved_bytes,
@@ -75,7 +75,7 @@ def row_of(a: Answer, plan: Answer | None = None, **more: Any) -> Row:
             "overhead_percent": round(c.overhead_percent, 4),
             "recomputed_ops": c.planned.timeline.recomputed_ops,
             "fits": c.planned_fit.fits,
-            "gap_points": None if c.plan.rewrites else plan.gap_points,
+            "gap_points": None if c.plan.rewrites else a.gap_points,
         }
     return Row(**{**known, **more})
 
@@ -119,20 +119,15 @@ class Study(Generic[R]):
         return [self.words, *self.table.without(*self.aside).lines(), *self.notes, *warned]
 
 
-def asked(problem: Problem, trace_name: str, setting: Setting) -> dict[str, Any]:
+def asked(trace_name: str, saved: Prediction) -> dict[str, Any]:
     """Return what the JSON of a study begins with."""
-    meta, device = problem.trace.meta, setting.device
+    meta, device = saved.trace.meta, saved.setting.device
     return {
         "trace": trace_name,
         "model": meta.model,
         "batch_size": meta.batch_size,
         "target": meta.target,
         "fingerprint": meta.fingerprint,
-        "alloc_conf": setting.alloc_conf,
+        "alloc_conf": saved.setting.alloc_conf,
         "device": None if device is None else device.to_json(),
     }
-
-
-def baseline(problem: Problem, saved: Replay, setting: Setting) -> dict[str, int | None]:
-    fit = device_fit(problem, saved, setting)
-    return fit.figures(saved.timeline.step_time_ns).headline()

@@ -8,9 +8,10 @@ import pytest
 
 import simulator as api
 from simulator.core.problem import Problem
-from simulator.levers import exactness_of, rewritten
+from simulator.levers import exactness_of
 from simulator.levers.invert import CPU_FACTOR, FROM_OUTPUT, offer
 from tests.tiny import Op, bwd, fwd, names, storage, trace
+from tests.walked import rewritten
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import EAGER, Trace

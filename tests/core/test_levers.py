@@ -11,7 +11,7 @@ from simulator.allocator.device import DeviceMemory
 from simulator.bounds import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.levers import rewritten, rewritten_problem, tile
+from simulator.levers import rewritten_problem, tile
 from simulator.levers.edit import Editing
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
@@ -26,6 +26,7 @@ from simulator.prediction.levers import (
 from simulator.studies.max_batch import MaxBatch, max_batch
 from simulator.studies.tracing import Traced
 from tests.tiny import bwd, fwd, trace
+from tests.walked import rewritten
 from traces.errors import PlanError, SpecError, TraceError
 from traces.records.plan import EXACT, FP, Plan, Rewrite
 from traces.records.store import load

@@ -9,12 +9,13 @@ from dataclasses import replace
 from simulator.bounds import Instants, bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
-from simulator.levers import rewritten, tile
+from simulator.levers import tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
 from tests.exhaust import budgets, frontier, optimum
 from tests.tiny import bwd, fwd, trace
+from tests.walked import rewritten
 from traces.records.plan import Plan
 from traces.records.trace import EAGER, PRODUCT, ROWS, SUM, Result, Stretch, Trace
 

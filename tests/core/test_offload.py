@@ -15,11 +15,11 @@ from simulator.core.facts import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT_OUT
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
-from simulator.levers import exactness_of, offload, rewritten, rewritten_problem
+from simulator.levers import exactness_of, offload, rewritten_problem
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers
 from tests.tiny import bwd, fwd, storage, trace
-from tests.walked import state_of
+from tests.walked import rewritten, state_of
 from traces.devices import device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Action, Plan, Rewrite

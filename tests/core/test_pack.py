@@ -9,11 +9,12 @@ import pytest
 from simulator.core.formats import FORMATS
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.levers import LEVERS, exactness_of, in_order, rewritten
+from simulator.levers import LEVERS, exactness_of, in_order
 from simulator.levers.pack import at_rate, costs, offer, pass_rate
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, plan_with_levers
 from tests.tiny import bwd, fwd, names, storage, trace
+from tests.walked import rewritten
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Action, Plan, Rewrite
 from traces.records.trace import EAGER, RANDOM, Trace

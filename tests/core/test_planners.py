@@ -216,9 +216,9 @@ def test_costs_are_the_union_with_what_runs_again_already() -> None:
     a, b = (of.storages.name.index(n) for n in "ab")
     assert (costs.of(a), costs.of(b)) == (102, 103)
     costs.evicted(a)
-    assert (costs.saves_ns(a), costs.of(b)) == (102, 3)
+    assert (costs.saves_ns([a]), costs.of(b)) == (102, 3)
     costs.evicted(b)
-    assert (costs.saves_ns(a), costs.saves_ns(b)) == (2, 3)
+    assert (costs.saves_ns([a]), costs.saves_ns([b])) == (2, 3)
 
 
 def test_mu_two_stops_in_time_where_no_plan_fits() -> None:

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.allocator.device import setting_of
-from simulator.core.problem import Problem, by_category, peak_by_category, run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.prediction.ask import Answer, Question
 from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
@@ -29,11 +28,11 @@ from simulator.report.step import activations, at_peak
 from simulator.show.tables import Cell, Table
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
-from traces.errors import EnvironmentProblem, PlanError
+from traces.errors import EnvironmentProblem
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import ALLOCATED, Action, Plan
-from traces.records.trace import CATEGORIES, Trace
+from traces.records.trace import Trace
 from traces.units import show_bytes, show_time
 
 HOSTILE = "</script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>&\"'"
@@ -181,25 +180,6 @@ def test_the_first_peak_survives_thinning() -> None:
     assert totals.index(max(totals)) in kept
 
 
-def test_drawn_categories_sum_to_what_is_allocated() -> None:
-    ops = [
-        tiny.fwd({"a": 100}, "w", events=(300, -200)),  # 200 bytes of workspace
-        tiny.fwd({"b": 100}, "a", overwrites="a"),
-        tiny.fwd({"c": 60}, "b"),
-        tiny.bwd({"g": 40}, "c", "b"),
-        tiny.bwd({"h": 10}, "g", "b", "w"),
-    ]
-    trace = tiny.trace(ops, {"w": 7})
-    for actions in ((), (Action(storage=3),)):
-        schedule = build(Problem(trace), actions)
-        timeline = run(Problem(trace), schedule)
-        running = list(by_category(trace, schedule, timeline))
-        for now, peak in zip(running, timeline.peak_bytes, strict=True):
-            assert sum(now[c] for c in CATEGORIES) == peak
-            assert all(now[c] >= 0 for c in CATEGORIES)
-        assert running[timeline.peak_step] == peak_by_category(trace, schedule, timeline)
-
-
 def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
     trace = tiny.chain(60, size=2**20, time_ns=1000)
     c = predicted(trace, planned(trace, *range(3, 50, 2)), None)
@@ -238,15 +218,6 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
     totals = [float(line.split(",")[3]) for line in csv.splitlines()[1:]]
     assert len(totals) <= 1500
     assert max(totals) == round(peak / GIB, 4)
-
-
-def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_step
-
-    trace = tiny.chain(3)
-    with pytest.raises(PlanError):
-        write_step(tmp_path / "r.html", answered(trace, planned(trace, 999), None))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_plan_and_no_times(tmp_path: Path, reporting: None) -> None:

@@ -16,11 +16,11 @@ import simulator.studies.shapes as study
 from simulator.allocator.device import DeviceMemory, setting_of
 from simulator.allocator.reserved import reserved_over, reserved_peak
 from simulator.core.problem import Problem
-from simulator.levers import rewritten
 from simulator.prediction.step import Prediction, predict
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, OverShapes, over_shapes, traces_of
 from tests.commands import simulate
 from tests.tiny import bwd, fwd, trace
+from tests.walked import rewritten
 from traces.errors import LowtideError, SpecError, TraceError
 from traces.records import store
 from traces.records.plan import Action, Plan, Rewrite

@@ -20,6 +20,7 @@ from tests.strategies import traces
 from tests.tiny import chain
 from tracer.cli.main import trace
 from traces.errors import TraceError
+from traces.files import from_json
 from traces.records.store import (
     META_KEY,
     OPS_FILE,
@@ -183,7 +184,7 @@ def test_the_header_survives_fields_that_this_version_does_not_know(stored: Path
     for file in (OPS_FILE, STORAGES_FILE):
         rewrite(stored / file, lambda t: with_header(t, from_the_future=1))
     assert load(stored) == STORED
-    assert TraceMeta.from_json({**STORED.meta.to_json(), "from_the_future": 1}) == STORED.meta
+    assert from_json(TraceMeta, {**STORED.meta.to_json(), "from_the_future": 1}) == STORED.meta
 
 
 @pytest.mark.parametrize(

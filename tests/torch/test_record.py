@@ -14,6 +14,7 @@ from tracer.record.step import trace_step
 from tracer.recording import record_fake, record_real
 from tracer.step.step import BuildStep, load_spec
 from traces.devices import device
+from traces.files import from_json
 from traces.records.trace import TraceMeta
 
 CPU = device("cpu")
@@ -51,9 +52,9 @@ def test_a_record_names_torch_with_its_build(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rates_of_another_kind_are_no_header() -> None:
     good = TraceMeta(model="m", rates={"op_ns": 3}).to_json()
-    assert TraceMeta.from_json(good).rates == {"op_ns": 3}
+    assert from_json(TraceMeta, good).rates == {"op_ns": 3}
     with pytest.raises(ValueError, match="rates"):
-        TraceMeta.from_json({**good, "rates": {"op_ns": "3"}})
+        from_json(TraceMeta, {**good, "rates": {"op_ns": "3"}})
 
 
 def test_a_loss_that_makes_tensors_is_recorded_on_fake_tensors_as_it_runs() -> None:

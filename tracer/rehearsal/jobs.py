@@ -16,7 +16,6 @@ GPUS: Final = 8  # of a machine, unless told otherwise
 # reduce of 4 MB (NVIDIA/nccl#964). The first message between two ranks connects them: 3.28 GB for seven peers in the
 # first all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685); more channels take more. One talks to nobody.
 COMMUNICATOR_BYTES: Final = {"ONE": 0, "TWO": 544 * MIB, "MORE": 688 * MIB, "PEER": 447 * MIB}
-Started = tuple[Any, int, int, dict[str, str]]  # what a launcher's parser found, ranks, machines, environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,28 +117,25 @@ def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     """
     first, *rest = words
     if first == "torchrun":
-        found, ranks, nodes, environment = _torchrun(rest)
-    elif first == "python" and rest[:2] == ["-m", "torch.distributed.run"]:
-        found, ranks, nodes, environment = _torchrun(rest[2:])
-    elif first == "accelerate" and rest[:1] == ["launch"]:
-        found, ranks, nodes, environment = _accelerate(rest[1:])
-    elif first == "python" and distributed and rest:
-        module = rest[0] == "-m"
-        program, *arguments = rest[module:]
-        return Launch(program=program, module=module, arguments=tuple(arguments), ranks=0, nodes=1)
-    else:
+        return _torchrun(rest)
+    if first == "python" and rest[:2] == ["-m", "torch.distributed.run"]:
+        return _torchrun(rest[2:])
+    if first == "accelerate" and rest[:1] == ["launch"]:
+        return _accelerate(rest[1:])
+    if first != "python" or not distributed or not rest:
         return None
-    return Launch(
-        program=found.training_script,
-        module=found.module,
-        arguments=tuple(found.training_script_args),
-        ranks=ranks,
-        nodes=nodes,
-        environment=environment,
-    )
+    module = rest[0] == "-m"
+    program, *arguments = rest[module:]
+    return Launch(program=program, module=module, arguments=tuple(arguments), ranks=0, nodes=1)
 
 
-def _torchrun(words: Sequence[str]) -> Started:
+def _launch(found: Any, ranks: int, nodes: int, **more: Any) -> Launch:
+    """What a launcher's parser found."""
+    program, given = found.training_script, tuple(found.training_script_args)
+    return Launch(program=program, module=found.module, arguments=given, ranks=ranks, nodes=nodes, **more)
+
+
+def _torchrun(words: Sequence[str]) -> Launch:
     from torch.distributed.run import get_args_parser
 
     found = _parsed(get_args_parser().parse_args, words, "torchrun")
@@ -148,10 +144,10 @@ def _torchrun(words: Sequence[str]) -> Started:
             "torchrun --no-python starts a program that is not Python; rehearse the script that it runs."
         )
     each, nodes = str(found.nproc_per_node), int(str(found.nnodes).rpartition(":")[2])
-    return found, int(each) * nodes if each.isdecimal() else 0, nodes, {}
+    return _launch(found, int(each) * nodes if each.isdecimal() else 0, nodes)
 
 
-def _accelerate(words: Sequence[str]) -> Started:
+def _accelerate(words: Sequence[str]) -> Launch:
     try:
         launch = import_module("accelerate.commands.launch")
     except ImportError:
@@ -162,7 +158,7 @@ def _accelerate(words: Sequence[str]) -> Started:
     found, _, _ = launch._validate_launch_command(found)
     given = launch.prepare_multi_gpu_env(found)
     environment = {k: v for k, v in given.items() if os.environ.get(k) != v}
-    return found, found.num_processes or 0, found.num_machines or 1, environment
+    return _launch(found, found.num_processes or 0, found.num_machines or 1, environment=environment)
 
 
 def _parsed(parse: Callable[[Sequence[str]], Any], words: Sequence[str], launcher: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +29,8 @@ class Words:
         """until: the word for which this rank was started; "": it runs to its end."""
         self._folder, self._rank, self._until = folder, rank, until
         self._numbers: Counter[str] = Counter()
+        # By rank: none goes on speaking while this one runs.
+        self._heard: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         self._later: list[tuple[int, str, str, int]] = []
         self._before = Counter(name for name, _ in spoken(folder, rank))  # when it ran as far as that before
 
@@ -49,7 +51,9 @@ class Words:
 
     def hear(self, rank: int, word: str, what: str) -> Any:
         """What another rank said last under that name."""
-        found = dict(spoken(self._folder, rank))
+        found = self._heard[rank]
+        if word not in found:
+            found.update(spoken(self._folder, rank))
         if word not in found:
             why = f"rank {self._rank} {what}, which that rank does not say where it is rehearsed."
             _end({"unheard": rank, "word": word, "why": why})

@@ -133,19 +133,13 @@ class Plan(JsonRecord):
         return dict(sorted(Counter(a.recipe for a in self.actions).items()))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "record": self.form.name,
-            self.form.key: self.form.version,
+        told = {
+            **JsonRecord.to_json(self),
             "trace": self.meta.to_json(),
-            "planner": self.planner,
-            "budget_bytes": self.budget_bytes,
-            "budget_of": self.budget_of,
-            "exactness": self.exactness,
-            "predicted": dict(self.predicted),
-            "seal": self.seal,
             "actions": [a.to_json() for a in self.actions],
-            **({"rewrites": [r.to_json() for r in self.rewrites]} if self.rewrites else {}),
+            "rewrites": [r.to_json() for r in self.rewrites],
         }
+        return {k: v for k, v in told.items() if k != "meta" and (v or k != "rewrites")}
 
     def sealed(self) -> Plan:
         """The plan with the digest by which a later change of its actions or figures is found."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from traces.errors import TraceError
-from traces.files import check_writable, directory_beside, umask
+from traces.files import check_writable, directory_beside, from_json, umask
 from traces.records.trace import (
     CATEGORIES,
     FLAG_NAMES,
@@ -352,7 +352,7 @@ def _load_table(path: Path, columns: dict[str, str]) -> tuple[TraceMeta, dict[st
     if (version := header.get("schema_version")) != SCHEMA_VERSION:
         raise TraceError(f"{path}: schema version {version}; this Lowtide reads {SCHEMA_VERSION}; {AGAIN}")
     try:
-        meta = TraceMeta.from_json(header)
+        meta = from_json(TraceMeta, header)
     except ValueError as error:
         raise TraceError(f"{path}: its header is malformed ({error}); {AGAIN}") from None
     return meta, values

@@ -17,7 +17,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any, Final
 
-from traces.files import from_json, to_json
+from traces.files import to_json
 from traces.units import show_bytes, show_time
 
 # How what an op makes grows with the tile.
@@ -253,10 +253,6 @@ class TraceMeta:
     def to_json(self) -> dict[str, Any]:
         left_out = ("profile", "sketch", "inputs", "stretches", "within_backward")
         return {k: v for k, v in to_json(self).items() if k not in left_out or v}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TraceMeta:
-        return from_json(cls, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

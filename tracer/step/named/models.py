@@ -169,7 +169,13 @@ class KnownModel:
         """
         from tracer.step.optimizers import check_optimizer
 
-        self.check(given)
+        if foreign := [o for o in given if o not in self.takes]:
+            flags = ", ".join(map(_flag, self.takes))
+            raise SpecError(f"model {self.name} takes no {_flag(foreign[0])}; it takes {flags}.")
+        for option, value in given.items():
+            fits, wish = VALUES.get(option, (lambda v: isinstance(v, str), "a name"))
+            if not fits(value):
+                raise SpecError(f"{_flag(option)} {value!r} must be {wish}.")
         options = {**self.defaults, **given}
         dtype = str(options["dtype"]).lower().removeprefix("torch.")
         if dtype not in DTYPES:
@@ -177,17 +183,6 @@ class KnownModel:
         options["dtype"] = DTYPES[dtype]
         check_optimizer(options["optimizer"])
         return options
-
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Raise SpecError for an option that the model does not take, or a value of another kind."""
-        foreign = [o for o in given if o not in self.takes]
-        if foreign:
-            flags = ", ".join(map(_flag, self.takes))
-            raise SpecError(f"model {self.name} takes no {_flag(foreign[0])}; it takes {flags}.")
-        for option, value in given.items():
-            fits, wish = VALUES.get(option, (lambda v: isinstance(v, str), "a name"))
-            if not fits(value):
-                raise SpecError(f"{_flag(option)} {value!r} must be {wish}.")
 
     def step(self, options: dict[str, Any], device: str) -> TrainingStep:
         """The training step with these options, on that device."""
