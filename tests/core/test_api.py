@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from simulator import Infeasible, bound, compare, pareto, plan, simulate
+from simulator import compare, pareto, plan, simulate
 from tests.commands import python
 from tests.synthetic import resnet
-from traces.errors import PlanError, SpecError
+from traces.errors import PlanError
 from traces.records.store import save
 from traces.records.trace import Trace
 
@@ -39,22 +39,6 @@ def test_a_plan_shows_itself_and_is_of_its_own_trace(trace: Trace) -> None:
     assert simulate(trace, made).budget_bytes == made.budget_bytes
     with pytest.raises(PlanError):
         simulate("resnet152", made)
-
-
-def test_planners_by_name(trace: Trace) -> None:
-    made = plan(trace, "85%", planner="mu-two")
-    assert made.planner == "mu-two"
-    assert bound(trace, "85%").added_time_ns <= made.predicted["plan"]["step_time_ns"] - trace.time_ns
-    with pytest.raises(SpecError, match="a front has two at least"):
-        pareto(trace, 1)
-
-
-def test_what_cannot_be_is_infeasible_with_its_figures(trace: Trace) -> None:
-    with pytest.raises(Infeasible) as refused:
-        plan(trace, "1%")
-    lowest = refused.value.figures["lowest_peak_bytes"]
-    assert plan(trace, lowest).budget_bytes == lowest
-    assert not bound(trace, "1%").feasible
 
 
 def test_devices_by_name_and_size(trace: Trace) -> None:

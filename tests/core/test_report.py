@@ -385,11 +385,3 @@ def test_figures_read_well() -> None:
     assert [show_time(t) for t in (None, 0, 999, 1500, 2_500_000, 3e9)] == [
         "–", "0 ns", "999 ns", "1.50 µs", "2.50 ms", "3.00 s",
     ]  # fmt: skip
-
-
-def test_candidates_and_actions_agree() -> None:
-    trace = tiny.chain(6)
-    problem = Problem(trace)
-    assert all(
-        (a.recompute_ns is not None) == (a.storage in problem.candidates) for a in activations(problem)
-    )

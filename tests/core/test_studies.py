@@ -105,6 +105,8 @@ def test_studies_are_of_planners_by_themselves(small: Trace) -> None:
         compare(small, "80%", allow="fp")
     with pytest.raises(SpecError, match="by themselves"):
         pareto(small, levers=["tile"])
+    with pytest.raises(SpecError, match="a front has two at least"):
+        pareto(small, 1)
 
 
 def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
@@ -192,6 +194,9 @@ def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> No
             assert other.peak_reserved_bytes == reserved_peak(Problem(of), schedule).peak_reserved_bytes
             assert other.fits is None
     assert {row.fits for row in asked.rows if row.feasible} == {True, False}
+    for study in (plain, compare(of, peak(of), ["mu-two"])):
+        assert any("a CUDA build of torch" in text for text in study.data["warnings"])
+        assert study.data["baseline"]["peak_reserved_bytes"] == plain.rows[-1].peak_reserved_bytes
     kept, row = asked.rows[-1], contest.rows[0]
     assert (row.fits, row.peak_reserved_bytes) == (kept.fits, kept.peak_reserved_bytes)
 
