@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, mode
 from typing import Any, Final, NamedTuple
@@ -17,7 +18,14 @@ from traces.records.trace import VIEW, Trace
 ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what runs on a GPU
 NS_PER_US: Final = 1000
 # What a captured graph calls otherwise than the loop does; and it has no ops in place where the loop has.
-IN_GRAPHS: Final = {"aten::native_batch_norm": "aten::_native_batch_norm_legit_functional"}
+IN_GRAPHS: Final = {
+    "aten::native_batch_norm": "aten::_native_batch_norm_legit_functional",
+    "aten::native_dropout": "lowtide::dropout_mask",  # the kernel multiplies, too
+}
+
+
+Found = tuple[str, int]  # an op's name and its time
+Turn = tuple[str, int, int]
 
 
 class Timed(NamedTuple):
@@ -26,7 +34,7 @@ class Timed(NamedTuple):
     trace: Trace
     steps: int  # that the profile holds
     ops: int  # of the trace that were measured
-    # Ops that the profile has in another number, the longest first: their times stay estimates.
+    # Ops that the profile has not, or elsewhere, the longest first: their times stay estimates.
     missed: tuple[str, ...]
 
     def in_words(self) -> str:
@@ -38,8 +46,9 @@ class Timed(NamedTuple):
 def with_times(trace: Trace, path: Path) -> Timed:
     """The trace with the times of a profile in the place of its own.
 
-    An op of the trace is matched by its name and its turn among the ops of that name. Where a profile holds some steps,
-    an op gets the median over them; a GPU's op has the time of the kernels that it launched.
+    An op of the trace that computes is matched by its name and its turn among the ops of that name; where a step of the
+    profile has more or fewer of the name, by its turn since the last op of which it has as many. Where a profile holds
+    some steps, an op gets the median over them; a GPU's op has the time of the kernels that it launched.
 
     Counts: kernels, or on a CPU the ops themselves. Ignores: pauses between them; that ops of one name may run in
     another order than in the trace.
@@ -49,29 +58,53 @@ def with_times(trace: Trace, path: Path) -> Timed:
     """
     ops = trace.ops
     names = [_name("::".join(target.split(".")[:2])) for target in ops.target]
-    wanted = Counter(names)
-    measured = defaultdict[str, list[int]](list)
-    for name, time_ns in _measured(_events(path), wanted, path):
-        measured[name].append(time_ns)
-    ratios = [len(found) // wanted[name] for name, found in measured.items() if not len(found) % wanted[name]]
+    computing = [i for i, flags in enumerate(ops.flags) if not flags & VIEW]
+    wanted = Counter(names[i] for i in computing)
+    found = [m for m in _measured(_events(path), frozenset(names), path) if m[0] in wanted]
+    seen = Counter(name for name, _ in found)
+    ratios = [n // wanted[name] for name, n in seen.items() if not n % wanted[name]]
     steps = mode(ratios) if ratios else 0
-    whole = {name for name, found in measured.items() if len(found) == steps * wanted[name]}
-    if not steps or 2 * sum(wanted[name] for name in whole) < len(ops):
+    whole = {name: None for name in wanted if steps and seen[name] == steps * wanted[name]}
+    by_turn = defaultdict[Turn, list[int]](list)
+    for part in _steps(found, next(iter(whole)), steps) if whole else ():
+        for turn, (_, time_ns) in zip(_turns([name for name, _ in part], whole), part, strict=True):
+            by_turn[turn].append(time_ns)
+    turns = dict(zip(computing, _turns([names[i] for i in computing], whole), strict=True))
+    measured = {turn: by_turn[turn] for turn in turns.values() if turn in by_turn}
+    if 2 * sum(map(any, measured.values())) < max(len(computing), len(found) // max(1, steps)):
         raise TraceError(
-            f"{path}: a profile of another step: fewer than half of the {len(ops)} ops of {trace.meta.model} are in it "
-            "as often. Profile whole steps of the loop that was traced, with the same model and batch."
+            f"{path}: a profile of another step, or without its kernels: fewer than half of the {len(computing)} ops "
+            f"that compute in {trace.meta.model} are in it in that order with a time, or they are fewer than half of "
+            "what it holds. Profile whole steps of the loop that was traced, with the same model and batch."
         )
-    turn, estimated, times, count = Counter[str](), Counter[str](), list(ops.time_ns), 0
-    for i, name in enumerate(names):
-        if name in whole and not ops.flags[i] & VIEW:
-            times[i] = round(median(measured[name][turn[name] :: wanted[name]]))
-            count += 1
-        elif not ops.flags[i] & VIEW:
-            estimated[name] += times[i]
-        turn[name] += 1
+    times, estimated = list(ops.time_ns), Counter[str]()
+    for i, turn in turns.items():
+        if turn in measured:
+            times[i] = round(median(measured[turn]))
+        else:
+            estimated[names[i]] += times[i]
     meta = replace(trace.meta, profile=f"{path.name}, {steps} step{'s' * (steps > 1)}")
     missed = tuple(name for name, time_ns in estimated.most_common() if time_ns)
-    return Timed(replace(trace, meta=meta, ops=replace(ops, time_ns=tuple(times))), steps, count, missed)
+    timed = replace(trace, meta=meta, ops=replace(ops, time_ns=tuple(times)))
+    return Timed(timed, steps, len(measured), missed)
+
+
+def _steps(found: Sequence[Found], first: str, steps: int) -> Iterator[Sequence[Found]]:
+    """What was found, by step: each begins where an op begins that each has as often."""
+    at = [k for k, (name, _) in enumerate(found) if name == first]
+    begins = [0, *at[:: len(at) // steps][1:], len(found)]
+    yield from (found[a:b] for a, b in pairwise(begins))
+
+
+def _turns(names: Iterable[str], whole: Container[str]) -> Iterator[Turn]:
+    """By op of a step: its name, and its turn among the ops of that name. If not in all steps are as many of it, the
+    turns are counted anew from each op of which there are (-1: from the beginning)."""
+    anchors, turn = 0, Counter[tuple[str, int]]()
+    for name in names:
+        place = name, -1 if name in whole else anchors
+        anchors += name in whole
+        turn[place] += 1
+        yield *place, turn[place]
 
 
 def _name(op: str) -> str:
@@ -92,9 +125,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def _measured(
-    events: list[dict[str, Any]], wanted: Mapping[str, int], path: Path
-) -> Iterator[tuple[str, int]]:
+def _measured(events: list[dict[str, Any]], wanted: Container[str], path: Path) -> Iterator[Found]:
     """By wanted op that is in no other such: its name and its time, in order."""
     kernels = defaultdict[Any, float](float)  # by what launched them, in us
     for e in events:
