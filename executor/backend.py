@@ -25,7 +25,7 @@ from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as simulator
 from tracer.api import GPU_UNKNOWN
 from tracer.capture.compiling import SETTINGS, differentiable
-from tracer.costs.cost import cost_of
+from tracer.costs.cost import costs_of
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes
 from tracer.step.user_errors import user_line
@@ -273,7 +273,7 @@ def trace_of(program: Program, kind: str, **header: Any) -> Trace:
         sts[s].hold = program.forward_ops - 1
     for s in program.gradient_storages:
         sts[s].hold = len(rows) - 1
-    costs = [cost_of(row, made, target) for row, made in zip(rows, created_bytes(rows, sts), strict=True)]
+    costs = costs_of(rows, created_bytes(rows, sts), target)
     of = replace(program, storages=tuple(sts))
     version = torch.__version__
     told = {"device": kind, "target": target.name, "torch_version": version, **header}

@@ -17,7 +17,6 @@ from traces.units import MIB
 
 TERA: Final = 10**12
 GIGA: Final = 10**9
-TF32: Final = "tf32"
 LAUNCH_NS: Final = 4_000  # an eager op's launch; small kernels of a stream start about this far apart
 # What the driver and the loaded libraries keep of a GPU beside torch's allocator, 0.3 to 1 GiB and more. Measured on an
 # H200 (CUDA 13): 619 MiB with the first tensor, 703 MiB with cuBLAS, cuDNN and attention. Assumed for all others.
@@ -47,13 +46,9 @@ class Device:
     host_bytes_per_s: int = 12 * GIGA  # pinned; 80 % of PCI Express 3, 4, 5; measured on an H200 alone
     nvlink_bytes_per_s: int = 0  # that a collective of one machine's GPUs reaches; 0: they have none
 
-    def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
-        """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.
-
-        A dtype that the device has no rate for is computed at the rate of float32.
-        """
-        key = TF32 if dtype == "float32" and tf32 else dtype
-        return self.flops_per_s.get(key, self.flops_per_s["float32"])
+    def peak_flops_per_s(self, dtype: str) -> int:
+        """The dense peak for a dtype; at the rate of float32 is computed what the device has no rate for."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,12 @@
-"""Step times that others measured on GPUs, beside those that the roofline predicts.
+"""Step times that were measured on GPUs, beside those that the roofline predicts.
 
 python -m tests.bench.times [-o FILE.json] [--table FILE.md]
 
-The rows are tests/published/times.csv: models of timm in their benchmark (AMP, SGD), and the transformers of Stanford's
-course CS336 (forward and backward, with or without the course's AdamW), by the mean step time that was published (see
-SOURCES). Every second row of each GPU is fitted: the efficiencies are chosen for these rows and judged on the others.
-Every row is added to FILE as soon as it is there. Needs no GPU, and no CUDA build of torch.
-
-Counts: the sum of the times of all ops, each by itself. Ignores: what the host takes to ask for them, which decides
-where a GPU is faster than Python; what is measured is then more than what is predicted.
+The rows are tests/published/times.csv: models of timm in their benchmark (AMP, SGD), the transformers of Stanford's
+course CS336 (forward and backward, with or without the course's AdamW), and steps that were measured here, by the mean
+or median step time (see SOURCES). Every second row of each GPU is fitted: the numbers of tracer.costs were chosen for
+these rows and are judged on the others. Every row is added to FILE as soon as it is there. Needs no GPU, and no CUDA
+build of torch.
 """
 
 from __future__ import annotations
@@ -19,21 +17,25 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final
+from unittest.mock import patch
 
 import click
-import numpy as np
 import torch
 
 from tests.published.models import SIZES, AdamW, Transformer, cross_entropy
 from tracer import trace
-from tracer.costs import roofline
-from traces.devices import Device, device
+from tracer.costs.cost import Cost, costs_of
+from tracer.costs.rows import OpRow
+from tracer.record import assemble
+from traces.devices import device
 from traces.errors import LowtideError
 from traces.records.trace import VIEW, Trace
 
 ROWS = Path("tests/published/times.csv")
+OWN: Final = "own"
 SOURCES = {
+    OWN: "a plain loop, the median of 10 steps, torch 2.11 with CUDA 13, measured here",
     "timm": "huggingface/pytorch-image-models results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv",
     "id-l4-h100": "a student's results of CS336 on an L4 and an H100, context 256 (repository not known)",
     "rtx4090": "a student's 'RTX 4090 Formal Benchmark Results', 2026-04-27 (repository not known)",
@@ -42,21 +44,6 @@ SOURCES = {
     "gao": "GAOYUEtianc/Stanford-CS336-assignments assignment2-systems/answers.md, an A100 PCIe; its float32 is TF32",
 }
 KEYS = ("model", "batch_size", "size", "types", "optimizer", "gpu")
-
-
-class Fit(NamedTuple):
-    """What of a device's peaks is reached, and microseconds that each op takes beside its work."""
-
-    compute: float
-    bandwidth: float
-    launch_us: float
-
-
-NOW = Fit(roofline.COMPUTE_EFFICIENCY, roofline.BANDWIDTH_EFFICIENCY, device("h100").launch_ns / 1e3)
-GRID = [
-    Fit(c / 20, b / 20, launch)
-    for c, b, launch in itertools.product(range(8, 20), range(6, 20), (0, 3, 5, 8, 12, 16, 20, 25))
-]
 
 
 def rows() -> list[dict[str, str]]:
@@ -68,8 +55,12 @@ def rows() -> list[dict[str, str]]:
 def step_of(row: dict[str, str]) -> Trace:
     """The row's step, recorded for its GPU."""
     kind, _, name = row["model"].partition(":")
-    batch, size, types = int(row["batch_size"]), int(row["size"]), row["types"]
+    batch, size, types = int(row["batch_size"] or 0), int(row["size"] or 0), row["types"]
     amp = types if types in ("float16", "bfloat16") else None
+    torch.backends.cuda.matmul.allow_tf32 = types == "tf32"
+    if row["source"] == OWN:
+        given: dict[str, Any] = {"batch_size": batch, "seq_len": size, "amp": amp}
+        return trace(row["model"], target=row["gpu"], **{k: v for k, v in given.items() if v})
     if kind == "timm":
         return trace(
             row["model"],
@@ -85,37 +76,35 @@ def step_of(row: dict[str, str]) -> Trace:
     if types == "half":
         model = model.half()
     optimizer = AdamW if row["optimizer"] == "course" else None
-    torch.backends.cuda.matmul.allow_tf32 = types == "tf32"
     return trace(model, (ids, ids), loss=cross_entropy, optimizer=optimizer, target=row["gpu"], amp=amp)
 
 
 def made(row: dict[str, str]) -> dict[str, Any]:
-    """What the row's ops are: how many, and of each its arithmetic and bytes."""
-    ops = step_of(row).ops
-    work = [
-        (f, b) for f, b, flags in zip(ops.flops, ops.bytes_moved, ops.flags, strict=True) if not flags & VIEW
-    ]
+    """What the row's ops are: of each its arithmetic and bytes, and as what they are looked up."""
+    seen: list[Sequence[OpRow]] = []
+
+    def priced(rows: Sequence[OpRow], *given: Any) -> list[Cost]:
+        seen.append(rows)
+        return costs_of(rows, *given)
+
+    with patch.object(assemble, "costs_of", priced):
+        step_of(row)
+    work = [(r.flops, r.bytes_moved, r.dtype, r.kind) for r in seen[-1] if not r.flags & VIEW]
     return {**{k: row[k] for k in KEYS}, "work": work}
 
 
-def seconds(work: np.ndarray, row: dict[str, str], fit: Fit) -> float:
-    """The sum of the ops' times: `tracer.costs.roofline.op_time_ns` with other efficiencies."""
-    board: Device = device(row["gpu"])
-    types = {"": "float32", "tf32": "float32", "half": "float16"}.get(row["types"], row["types"])
-    peak = board.peak_flops_per_s(types, tf32=row["types"] == "tf32")
-    flops, moved = work.T
-    each = np.maximum(flops / (fit.compute * peak), moved / (fit.bandwidth * board.bandwidth_bytes_per_s))
-    return float(each.sum() + len(work) * fit.launch_us * 1e-6)
+def predicted_ms(found: dict[str, Any]) -> float:
+    """The time of a step of such ops."""
+    ops = [
+        OpRow(name="", target="", phase="", flops=f, bytes_moved=b, dtype=t, kind=k)
+        for f, b, t, k in found["work"]
+    ]
+    return sum(c.time_ns for c in costs_of(ops, [0] * len(ops), device(found["gpu"]))) / 1e6
 
 
-def off(found: Iterable[dict[str, Any]], fit: Fit) -> list[float]:
-    """By how much predictions are above what was measured, in percent."""
-    return [100 * (1e3 * seconds(r["work"], r, fit) / float(r["ms"]) - 1) for r in found]
-
-
-def median(found: Iterable[dict[str, Any]], fit: Fit) -> float:
+def median(found: Iterable[dict[str, Any]]) -> float:
     """The median of the errors' sizes, in percent."""
-    return statistics.median(map(abs, off(found, fit)))
+    return statistics.median(abs(r["off"]) for r in found)
 
 
 def halves(found: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -140,27 +129,19 @@ def main(output: Path, table: Path | None) -> None:
                 click.echo(f"{key}: {error}", err=True)
                 continue
             output.write_text(json.dumps(there), encoding="utf-8")
-    measured = {" ".join(row[k] for k in KEYS): row["ms"] for row in rows()}
-    for r in there.values():
-        r["work"] = np.asarray(r["work"], float)
-    found = [{**r, "ms": measured[key]} for key, r in there.items() if key in measured]
-    fitted, judged = halves(found)
-    best = min(GRID, key=lambda fit: median(fitted, fit))
-    lines = [f"{len(found)} rows; now {NOW}: median error {median(found, NOW):.1f} %"]
-    lines.append(
-        f"fitted {best}: {median(fitted, best):.1f} % on its half, {median(judged, best):.1f} % on the other"
-    )
-    for gpu in sorted({r["gpu"] for r in found}):
-        of = [r for r in found if r["gpu"] == gpu]
-        lines.append(
-            f"  {gpu:9} {len(of):3} rows: now {median(of, NOW):5.1f} %, fitted {median(of, best):5.1f} %"
-        )
-    click.echo("\n".join(lines))
+    measured = {" ".join(row[k] for k in KEYS): float(row["ms"]) for row in rows()}
+    found = [{**there[key], "ms": ms} for key, ms in measured.items() if key in there]
+    for r in found:
+        r["off"] = 100 * (predicted_ms(r) / r["ms"] - 1)
+    for gpu in ("", *sorted({r["gpu"] for r in found})):
+        fitted, judged = halves([r for r in found if gpu in ("", r["gpu"])])
+        told = f"{len(fitted):3} fitted rows {median(fitted):5.1f} %"
+        told += f", {len(judged):3} others {median(judged):5.1f} %" if judged else ""
+        click.echo(f"{gpu or 'all':9} median error of {told}")
     if table:
-        head = "| step | GPU | measured, ms | now | fitted |\n|---|---|--:|--:|--:|\n"
+        head = "| step | GPU | measured, ms | off |\n|---|---|--:|--:|\n"
         body = [
-            f"| {r['model']} {r['batch_size']} x {r['size']} {r['types']} {r['optimizer']} | {r['gpu']} | {r['ms']} "
-            f"| {off([r], NOW)[0]:+.0f} % | {off([r], best)[0]:+.0f} % |"
+            f"| {' '.join(r[k] for k in KEYS[:-1] if r[k])} | {r['gpu']} | {r['ms']} | {r['off']:+.0f} % |"
             for r in found
         ]
         table.write_text(head + "\n".join(body) + "\n", encoding="utf-8")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tracer.costs.roofline import op_time_ns, uses_tf32
+from tracer.costs.roofline import PRODUCT, op_time_ns
 from traces.devices import Device, Links, board_of, device, devices
 from traces.errors import SpecError
 
@@ -22,26 +24,24 @@ ROUND = Device(
 
 def test_compute_bound() -> None:
     # 7e9 flops at 0.7 of 1e12 a second: 10 ms; 8 bytes take 10 ns.
-    assert op_time_ns(7 * 10**9, 8, "float32", ROUND) == 10_000_000 + 100
-    assert op_time_ns(7 * 10**9, 8, "bfloat16", ROUND) == 5_000_000 + 100
+    assert op_time_ns(7 * 10**9, 8, "float32", ROUND, PRODUCT) == 10_000_000 + 100
+    assert op_time_ns(7 * 10**9, 8, "bfloat16", ROUND, PRODUCT) == 5_000_000 + 100
+    assert op_time_ns(56 * 10**9, 0, "tf32", ROUND, PRODUCT) == 10_000_000 + 100
 
 
 def test_memory_bound() -> None:
     # 800 bytes at 0.8 of 1e9 a second: 1 us; 7 flops take no time.
     assert op_time_ns(7, 800, "float32", ROUND) == 1_000 + 100
+    # Ten multiprocessors move 600 GB/s of what the cache holds, and 80 GB/s in a norm.
+    ten = replace(ROUND, multiprocessors=10, l2_bytes=600_000, bandwidth_bytes_per_s=10**11)
+    assert op_time_ns(0, 600_000, "float32", ten) == 1_000 + 100
+    assert op_time_ns(0, 800_000, "float32", ten) == 10_000 + 100
+    assert op_time_ns(0, 400_000, "float32", ten, "norm") == 5_000 + 100
 
 
 def test_a_launch_is_the_least_and_a_view_is_free() -> None:
     assert op_time_ns(0, 0, "int64", ROUND) == 100
-
-
-def test_tf32_is_a_choice() -> None:
-    assert op_time_ns(56 * 10**9, 0, "float32", ROUND, tf32=True) == 10_000_000 + 100
-    # Where there are no such units, and for other types, it changes nothing.
-    assert device("t4").peak_flops_per_s("float32", tf32=True) == device("t4").peak_flops_per_s("float32")
-    assert ROUND.peak_flops_per_s("bfloat16", tf32=True) == 2 * 10**12
-    assert uses_tf32("aten.convolution_backward.default")
-    assert not uses_tf32("aten.addmm.default")
+    assert device("t4").peak_flops_per_s("tf32") == device("t4").peak_flops_per_s("float32")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tracer.costs.roofline import op_bytes, op_flops
+from tracer.costs.roofline import compute_dtype, kind_of, op_bytes, op_flops
+from tracer.record.rows import op_row
 from tracer.step.step import load_spec
 
 
@@ -78,6 +79,34 @@ def test_attention_on_the_cpu_counts_as_much_as_on_a_gpu() -> None:
     q, k = torch.zeros(2, 4, 8, 16), torch.zeros(2, 4, 6, 16)
     out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)
     target = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    # Scores and their product with the values: twice 2*batch*heads*queries*keys*width.
-    assert op_flops(target, (q, k, k), {}, out) == 2 * 2 * 2 * 4 * 8 * 6 * 16
+    # Scores and their product with the values: twice 2*batch*heads*queries*keys*width, which is 32 at least.
+    assert op_flops(target, (q, k, k), {}, out) == 2 * 2 * 2 * 4 * 8 * 6 * 32
+    # As many where two heads share keys and values.
+    assert op_flops(target, (q, k[:, :2], k[:, :2]), {}, out) == op_flops(target, (q, k, k), {}, out)
     assert op_flops(torch.ops.aten.add.Tensor, (q, q), {}, q) == 0
+
+
+@pytest.mark.parametrize(
+    ("weight", "groups", "name", "kind", "dtype"),
+    [
+        ((8, 8, 3, 3), 1, "convolution", "convolution", "tf32"),
+        ((8, 4, 3, 3), 2, "convolution", "convolution", "tf32"),
+        ((8, 1, 3, 3), 8, "convolution", "depthwise convolution", "float32"),
+        ((8, 1, 3, 3), 8, "convolution_backward", "backward of a depthwise convolution", "float32"),
+        ((8, 3), 0, "mm", "matrix product", "float32"),
+        ((8, 8), 0, "native_layer_norm_backward", "norm", "float32"),
+        ((8, 8), 0, "_foreach_norm", "elementwise", "float32"),
+    ],
+)
+def test_an_op_is_of_a_kind(weight: tuple[int, ...], groups: int, name: str, kind: str, dtype: str) -> None:
+    tensors, args = [torch.empty(weight)], [*[None] * (9 if "backward" in name else 8), groups]
+    assert kind_of(f"aten.{name}.default", args, tensors) == kind
+    assert compute_dtype(tensors, kind) == dtype
+    if name == "mm":
+        assert kind_of("aten.mm.default", (), [torch.empty(weight).bfloat16()]) == "unaligned product"
+
+
+def test_ops_in_place_write_what_they_read() -> None:
+    x = [torch.zeros(10), torch.zeros(20)]
+    row = op_row(torch.ops.aten._foreach_mul_.Scalar, (x, 2), {}, None, x, flags=0, name="", phase="")
+    assert row.bytes_moved == 2 * 120

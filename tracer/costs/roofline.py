@@ -1,7 +1,7 @@
 """Estimate what an op costs: floating-point operations, bytes moved, and from both its time on a device.
 
 The time is a roofline: an op takes as long as its arithmetic at the device's peak rate or its memory traffic at
-the device's bandwidth, whichever is longer, each reduced by a fixed efficiency, plus one kernel launch.
+the device's bandwidth, whichever is longer, each reduced by what kernels of its kind reach, plus one kernel launch.
 
 Counts: matrix products, convolutions and attention by torch's own FLOP formulas; every byte of the tensors that an op
 reads and writes, once; one launch an op. Ignores: arithmetic of all other ops (their traffic decides); caches; overlap
@@ -15,15 +15,40 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from traces.devices import Device
+from traces.devices import GIGA, Device
 
 if TYPE_CHECKING:
     import torch
 
-# What well-shaped kernels reach of the datasheet's peaks: large matrix products about seven tenths of the
-# arithmetic, streaming kernels about eight tenths of the bandwidth.
-COMPUTE_EFFICIENCY: Final = 0.7
-BANDWIDTH_EFFICIENCY: Final = 0.8
+PRODUCT: Final = "matrix product"
+CONVOLUTION: Final = "convolution"
+STREAM: Final = "elementwise"
+# What kernels of a kind reach: how much of the datasheet's arithmetic, and how many GB/s each multiprocessor moves.
+# Fitted to half of 22 steps whose kernels were measured on an H200 and half of the published step times, see
+# `python -m tests.bench.times`.
+REACHED: Final = {
+    PRODUCT: (0.7, 15),
+    "unaligned product": (0.25, 15),  # of 16 bits, whose rows begin anywhere
+    CONVOLUTION: (0.45, 7),
+    "depthwise convolution": (0.06, 8),  # of float32's arithmetic
+    "backward of a depthwise convolution": (0.012, 4.5),
+    "attention": (0.3, 6),
+    "norm": (1.0, 8),
+    "reduction": (1.0, 14),
+    "copy": (1.0, 20),
+    STREAM: (1.0, 60),
+}
+BANDWIDTH: Final = 0.8  # of the datasheet's, at most, for tensors that are more than the cache holds
+# Kinds by what an op's name has in it; the first that fits.
+NAMED: Final = {
+    "attention": "scaled_dot_product",
+    STREAM: "_foreach",
+    "norm": "batch_norm layer_norm group_norm",
+    "reduction": "norm softmax pool sum mean var embedding_dense_backward index_put scatter",
+    "copy": "copy clone cat roll stack pad select_backward slice_backward",
+}
+PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+GROUPS_AT: Final = {"convolution": 8, "convolution_backward": 9}  # among the arguments
 
 # Attention on the CPU takes the same arguments as flash attention, but torch has no formula under its name.
 SAME_FORMULA: Final = {
@@ -33,45 +58,68 @@ SAME_FORMULA: Final = {
 }
 
 
-def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, *, tf32: bool = False) -> int:
-    """Nanoseconds that an op takes that computes in a type as torch names it ("float32"). A multiplication and an
-    addition are two `flops`. `tf32`: whether float32 is computed on TF32 tensor cores where there are some.
+def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, kind: str = STREAM) -> int:
+    """Nanoseconds that an op of a kind takes that computes in a type as `compute_dtype` names it. A multiplication and
+    an addition are two `flops`.
 
-    Counts: max(flops / (0.7 * peak), bytes / (0.8 * bandwidth)) + launch. Ignores: see the module's docstring.
+    Counts: max(flops / (reached * peak), bytes / rate) + launch. The rate is what the multiprocessors move; where the
+    bytes are more than the cache holds, at most 0.8 of the bandwidth. Ignores: see the module's docstring.
     """
-    compute_s = flops / (COMPUTE_EFFICIENCY * device.peak_flops_per_s(dtype, tf32=tf32))
-    memory_s = bytes_moved / (BANDWIDTH_EFFICIENCY * device.bandwidth_bytes_per_s)
+    compute, each_gb_per_s = REACHED[kind]
+    bytes_per_s = BANDWIDTH * device.bandwidth_bytes_per_s
+    if of_all := device.multiprocessors * each_gb_per_s * GIGA:
+        bytes_per_s = of_all if bytes_moved <= device.l2_bytes else min(of_all, bytes_per_s)
+    compute_s = flops / (compute * device.peak_flops_per_s(dtype))
+    memory_s = bytes_moved / bytes_per_s
     return round(max(compute_s, memory_s) * 1e9) + device.launch_ns
 
 
-def uses_tf32(target: str) -> bool:
-    """True if a float32 op runs on TF32 tensor cores on CUDA by torch's defaults: convolutions, not matrix products
-    (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)."""
-    return "convolution" in target
+def kind_of(target: str, args: Sequence[Any], tensors: Iterable[torch.Tensor]) -> str:
+    """The kind of an op, as REACHED has it, that takes and returns these tensors."""
+    name = target.removeprefix("aten.").partition(".")[0]
+    if name in PRODUCTS:
+        halves = (x for x in tensors if x.element_size() == 2 and x.dim() > 1)
+        return "unaligned product" if any(max(x.stride()) % 8 for x in halves) else PRODUCT
+    if name in GROUPS_AT:
+        if args[GROUPS_AT[name]] == 1 or all(x.dim() < 3 or x.shape[1] > 1 for x in tensors):
+            return CONVOLUTION  # no weight with one channel for each group
+        return "backward of a " * name.endswith("_backward") + "depthwise convolution"
+    return next((kind for kind, words in NAMED.items() if any(w in name for w in words.split())), STREAM)
 
 
-def compute_dtype(inputs: Iterable[torch.Tensor]) -> str:
-    """Return what an op computes in, by which its peak rate is looked up: the type of its first floating-point input.
+def compute_dtype(inputs: Iterable[torch.Tensor], kind: str = STREAM) -> str:
+    """Return as what an op of a kind computes, by which its peak rate is looked up: the type of its first
+    floating-point input; "tf32" where torch runs that on TF32 tensor cores, if there are some.
 
     Not the widest of all: attention in bfloat16 also gives and takes statistics in float32.
     """
-    for x in inputs:
-        if x.is_floating_point():
-            return str(x.dtype).removeprefix("torch.")
-    return "float32"
+    import torch
+
+    first = next((x.dtype for x in inputs if x.is_floating_point()), torch.float32)
+    backend = {PRODUCT: torch.backends.cuda.matmul, CONVOLUTION: torch.backends.cudnn}.get(kind)
+    if kind.endswith("depthwise convolution"):
+        return "float32"
+    if first is torch.float32 and backend is not None and backend.allow_tf32:
+        return "tf32"
+    return str(first).removeprefix("torch.")
 
 
 def op_flops(target: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of one call of an op (or its packet), whose tensors may be fake.
 
-    Counts: what `torch.utils.flop_counter` counts, also for attention on the CPU. Ignores: all other ops, and calls
-    that torch's formula refuses; these return 0.
+    Counts: what `torch.utils.flop_counter` counts, also for attention on the CPU, or where heads share keys and values;
+    heads are at least as wide as 32, as kernels compute them. Ignores: all other ops, and calls that torch's formula
+    refuses; these return 0.
     """
     packet = getattr(target, "_overloadpacket", target)
     formula = _formulas().get(packet)
     if formula is None:
         return 0
     try:
+        if "scaled_dot_product" in str(packet):
+            heads = max(x.shape[1] for x in args[:3])
+            of = [x for x in args[:4] if getattr(x, "ndim", 0) == 4]
+            args = [*((len(x), heads, x.shape[2], max(32, x.shape[3])) for x in of), *args[len(of) :]]
         flops = int(formula(*args, **kwargs, out_val=out))
         if str(packet) == "aten.convolution_backward" and (groups := args[9]) > 1:
             # torch 2.15 counts the weight's gradient as if each group read all channels.

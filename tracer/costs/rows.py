@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tracer.costs.roofline import STREAM
 from traces.records.trace import ACTIVATION
 
 
@@ -31,7 +32,8 @@ class OpRow:
     overwrites: int = -1
     flags: int = 0
     arguments: str = ""
-    dtype: str = "float32"  # what the roofline looks up; not stored
+    dtype: str = "float32"  # what the roofline looks up, as the kind; not stored
+    kind: str = STREAM
 
 
 @dataclass(slots=True, kw_only=True)

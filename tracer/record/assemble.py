@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from tracer.costs.cost import Cost, Measured, cost_of
+from tracer.costs.cost import Cost, Measured, costs_of
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.eager import EagerRecorder, one_hot_as_run
@@ -82,8 +82,7 @@ class Draft:
     @cached_property
     def priced(self) -> list[Cost]:
         """By op id: what it costs, as the step was recorded."""
-        rows = zip(self.rows, self.created_bytes, strict=True)
-        return [cost_of(row, created, self.target, self.measured) for row, created in rows]
+        return costs_of(self.rows, self.created_bytes, self.target, self.measured)
 
     def finish(
         self,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from tracer.costs.cost import Cost
-from tracer.costs.roofline import compute_dtype, op_bytes, op_flops
+from tracer.costs.roofline import STREAM, compute_dtype, kind_of, op_bytes, op_flops
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.torch_api import pytree
 from traces.records.trace import BACKWARD, VIEW, WORKSPACE, Ops, Storages, uses_of
@@ -24,12 +24,15 @@ def op_row(
 ) -> OpRow:
     """The row of a call, without its costs. `flags`: of the op; a view computes nothing and moves nothing."""
     view = bool(flags & VIEW)
+    made = list(tensors_in(out)) or list(tensors_in(overwritten(func, args, kwargs)))
+    kind = STREAM if view else kind_of(str(func), args, (*given, *made))
     return OpRow(
         target=str(func),
         flops=0 if view else op_flops(func, args, kwargs, out),
-        bytes_moved=0 if view else op_bytes(given, list(tensors_in(out)), func),
+        bytes_moved=0 if view else op_bytes(given, made, func),
         flags=flags,
-        dtype=compute_dtype(given),
+        dtype=compute_dtype(given, kind),
+        kind=kind,
         **known,
     )
 

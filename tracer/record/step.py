@@ -93,7 +93,7 @@ def trace_step(
         target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are the
             CPU's, but for attention.
         device: of the fake tensors; anything but "cpu" needs a build of torch for it.
-        measured: costs of ops of another loop, by name (`cost_of`).
+        measured: costs of ops of another loop, by name (`costs_of`).
     """
     as_gpu = device == "cpu" and target.kind == "cuda"
     with fake_mode() as mode:
