@@ -37,7 +37,9 @@ class Device:
     kind: str  # "cuda" or "cpu"
     memory_bytes: int  # all of it; a process gets less
     bandwidth_bytes_per_s: int
-    flops_per_s: dict[str, int]  # dtype (as torch names it, or "tf32") -> dense peak
+    flops_per_s: dict[
+        str, int
+    ]  # dtype (as torch names it, or "tf32") -> dense peak; others are as fast as float32
     launch_ns: int  # least time between the starts of two dependent kernels
     source: str
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
@@ -45,10 +47,6 @@ class Device:
     l2_bytes: int = 0  # its cache, by which some kernels choose their tiles
     host_bytes_per_s: int = 12 * GIGA  # pinned; 80 % of PCI Express 3, 4, 5; measured on an H200 alone
     nvlink_bytes_per_s: int = 0  # that a collective of one machine's GPUs reaches; 0: they have none
-
-    def peak_flops_per_s(self, dtype: str) -> int:
-        """The dense peak for a dtype; at the rate of float32 is computed what the device has no rate for."""
-        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

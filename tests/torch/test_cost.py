@@ -94,7 +94,8 @@ def test_attention_on_the_cpu_counts_as_much_as_on_a_gpu() -> None:
         ((8, 1, 3, 3), 8, "convolution", "depthwise convolution", "float32"),
         ((8, 1, 3, 3), 8, "convolution_backward", "backward of a depthwise convolution", "float32"),
         ((8, 3), 0, "mm", "matrix product", "float32"),
-        ((8, 8), 0, "native_layer_norm_backward", "norm", "float32"),
+        ((8, 8, 3, 3), 1, "convolution_backward", "backward of a convolution", "tf32"),
+        ((8, 8), 0, "native_layer_norm_backward", "backward of a norm", "float32"),
         ((8, 8), 0, "_foreach_norm", "elementwise", "float32"),
     ],
 )

@@ -162,15 +162,12 @@ def times(directory: str, profile: Path, output: Path, force: bool, out: Output)
     from traces.records import store
 
     store.check_place(output, force=force)
-    timed = with_times(store.load(directory), profile)
-    store.save(timed.trace, output, force=force)
-    told = {
-        "trace": str(output),
-        "steps": timed.steps,
-        "measured_ops": timed.ops,
-        "estimated": list(timed.missed),
-    }
-    out.show(lambda: {**told, "time_ns": timed.trace.time_ns}, lambda: f"{output}: {timed.in_words()}")
+    timed, told = with_times(store.load(directory), profile)
+    store.save(timed, output, force=force)
+    words = "{measured_ops} of {ops} ops have the median of {steps} measured steps".format(**told)
+    words += f"; still estimated: {', '.join(told['estimated'])}" * bool(told["estimated"])
+    told |= {"trace": str(output), "time_ns": timed.time_ns}
+    out.show(lambda: told, lambda: f"{output}: {words}")
 
 
 @trace.command()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Final
 
 from tracer.costs.roofline import op_time_ns
@@ -31,16 +30,13 @@ class Cost:
 
 
 Measured = Mapping[str, Cost]  # of ops of another loop, by name
-NOBODY_S: Final[Measured] = MappingProxyType({})
-
-
 # What the host needs to ask for an op: 18 us beside an A100 and an RTX 4090, 43 us beside an H100 and an H200, each of
 # which has another. Assumed for all.
 HOST_NS: Final = 18_000
 
 
 def costs_of(
-    rows: Sequence[OpRow], created_bytes: Sequence[int], device: Device, measured: Measured = NOBODY_S
+    rows: Sequence[OpRow], created_bytes: Sequence[int], device: Device, measured: Measured | None = None
 ) -> list[Cost]:
     """The costs of a step's ops in a trace that is not measured itself. `created_bytes`: of the storages that an op
     creates; what was `measured` counts where its events sum to that.
@@ -48,7 +44,8 @@ def costs_of(
     Counts: that a GPU waits for the host where that needs more time for all ops than the GPU; times are as much longer
     then, and none is less than the host's. Ignores: that it waits in a part of a step.
     """
-    costs = [_cost(row, created, device, measured) for row, created in zip(rows, created_bytes, strict=True)]
+    made = zip(rows, created_bytes, strict=True)
+    costs = [_cost(row, created, device, measured or {}) for row, created in made]
     host_ns = HOST_NS * sum(c.source == NONE for c in costs)
     if device.kind != "cuda" or host_ns <= sum(c.time_ns for c in costs):
         return costs

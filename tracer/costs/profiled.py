@@ -5,12 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median, mode
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from traces.errors import TraceError
 from traces.records.trace import VIEW, Trace
@@ -28,23 +27,9 @@ Found = tuple[str, int]  # an op's name and its time
 Turn = tuple[str, int, int]
 
 
-class Timed(NamedTuple):
-    """A trace with measured times, and how much of the profile they are."""
-
-    trace: Trace
-    steps: int  # that the profile holds
-    ops: int  # of the trace that were measured
-    # Ops that the profile has not, or elsewhere, the longest first: their times stay estimates.
-    missed: tuple[str, ...]
-
-    def in_words(self) -> str:
-        computing = sum(not f & VIEW for f in self.trace.ops.flags)
-        told = f"{self.ops} of {computing} ops have the median of {self.steps} measured steps"
-        return told + (f"; still estimated: {', '.join(self.missed)}" if self.missed else "")
-
-
-def with_times(trace: Trace, path: Path) -> Timed:
-    """The trace with the times of a profile in the place of its own.
+def with_times(trace: Trace, path: Path) -> tuple[Trace, dict[str, Any]]:
+    """The trace with the times of a profile in the place of its own; and how many steps that holds, how many ops of
+    which compute it measured, and which ops, the longest first, keep their estimates as it has them not, or elsewhere.
 
     An op of the trace that computes is matched by its name and its turn among the ops of that name; where a step of the
     profile has more or fewer of the name, by its turn since the last op of which it has as many. Where a profile holds
@@ -60,17 +45,16 @@ def with_times(trace: Trace, path: Path) -> Timed:
     names = [_name("::".join(target.split(".")[:2])) for target in ops.target]
     computing = [i for i, flags in enumerate(ops.flags) if not flags & VIEW]
     wanted = Counter(names[i] for i in computing)
-    found = [m for m in _measured(_events(path), frozenset(names), path) if m[0] in wanted]
+    found = [m for m in _measured(path, frozenset(names)) if m[0] in wanted]
     seen = Counter(name for name, _ in found)
     ratios = [n // wanted[name] for name, n in seen.items() if not n % wanted[name]]
     steps = mode(ratios) if ratios else 0
-    whole = {name: None for name in wanted if steps and seen[name] == steps * wanted[name]}
+    whole = {name: n for name, n in wanted.items() if seen[name] == steps * n > 0}
     by_turn = defaultdict[Turn, list[int]](list)
-    for part in _steps(found, next(iter(whole)), steps) if whole else ():
-        for turn, (_, time_ns) in zip(_turns([name for name, _ in part], whole), part, strict=True):
-            by_turn[turn].append(time_ns)
+    for turn, (_, time_ns) in zip(_turns([name for name, _ in found], whole), found, strict=True):
+        by_turn[turn].append(time_ns)
     turns = dict(zip(computing, _turns([names[i] for i in computing], whole), strict=True))
-    measured = {turn: by_turn[turn] for turn in turns.values() if turn in by_turn}
+    measured = {i: by_turn[turn] for i, turn in turns.items() if turn in by_turn}
     if 2 * sum(map(any, measured.values())) < max(len(computing), len(found) // max(1, steps)):
         raise TraceError(
             f"{path}: a profile of another step, or without its kernels: fewer than half of the {len(computing)} ops "
@@ -78,33 +62,26 @@ def with_times(trace: Trace, path: Path) -> Timed:
             "what it holds. Profile whole steps of the loop that was traced, with the same model and batch."
         )
     times, estimated = list(ops.time_ns), Counter[str]()
-    for i, turn in turns.items():
-        if turn in measured:
-            times[i] = round(median(measured[turn]))
+    for i in computing:
+        if i in measured:
+            times[i] = round(median(measured[i]))
         else:
             estimated[names[i]] += times[i]
     meta = replace(trace.meta, profile=f"{path.name}, {steps} step{'s' * (steps > 1)}")
-    missed = tuple(name for name, time_ns in estimated.most_common() if time_ns)
-    timed = replace(trace, meta=meta, ops=replace(ops, time_ns=tuple(times)))
-    return Timed(timed, steps, len(measured), missed)
+    missed = [name for name, time_ns in estimated.most_common() if time_ns]
+    told = {"steps": steps, "measured_ops": len(measured), "ops": len(computing), "estimated": missed}
+    return replace(trace, meta=meta, ops=replace(ops, time_ns=tuple(times))), told
 
 
-def _steps(found: Sequence[Found], first: str, steps: int) -> Iterator[Sequence[Found]]:
-    """What was found, by step: each begins where an op begins that each has as often."""
-    at = [k for k, (name, _) in enumerate(found) if name == first]
-    begins = [0, *at[:: len(at) // steps][1:], len(found)]
-    yield from (found[a:b] for a, b in pairwise(begins))
-
-
-def _turns(names: Iterable[str], whole: Container[str]) -> Iterator[Turn]:
-    """By op of a step: its name, and its turn among the ops of that name. If not in all steps are as many of it, the
-    turns are counted anew from each op of which there are (-1: from the beginning)."""
-    anchors, turn = 0, Counter[tuple[str, int]]()
+def _turns(names: Sequence[str], whole: Mapping[str, int]) -> Iterator[Turn]:
+    """By op of some steps: its name, and its turn in its step among the ops of that name. `whole` says how many each
+    step has; of others, the turns are counted anew from each op of which there are as many."""
+    before, in_step, turn = 0, sum(whole.values()) or 1, Counter[tuple[str, int]]()
     for name in names:
-        place = name, -1 if name in whole else anchors
-        anchors += name in whole
+        place = name, -1 if name in whole else before
+        yield name, place[1] % in_step, turn[place] % whole.get(name, len(names))
+        before += name in whole
         turn[place] += 1
-        yield *place, turn[place]
 
 
 def _name(op: str) -> str:
@@ -125,8 +102,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def _measured(events: list[dict[str, Any]], wanted: Container[str], path: Path) -> Iterator[Found]:
+def _measured(path: Path, wanted: Container[str]) -> Iterator[Found]:
     """By wanted op that is in no other such: its name and its time, in order."""
+    events = _events(path)
     kernels = defaultdict[Any, float](float)  # by what launched them, in us
     for e in events:
         if e.get("cat") in ON_GPU:

@@ -27,13 +27,15 @@ STREAM: Final = "elementwise"
 # Fitted to half of 22 steps whose kernels were measured on an H200 and half of the published step times, see
 # `python -m tests.bench.times`.
 REACHED: Final = {
-    PRODUCT: (0.7, 15),
+    PRODUCT: (0.72, 15),
     "unaligned product": (0.25, 15),  # of 16 bits, whose rows begin anywhere
-    CONVOLUTION: (0.45, 7),
+    CONVOLUTION: (0.5, 9),
+    "backward of a convolution": (0.45, 6),
     "depthwise convolution": (0.06, 8),  # of float32's arithmetic
     "backward of a depthwise convolution": (0.012, 4.5),
     "attention": (0.3, 6),
-    "norm": (1.0, 8),
+    "norm": (1.0, 10),
+    "backward of a norm": (1.0, 7),
     "reduction": (1.0, 14),
     "copy": (1.0, 20),
     STREAM: (1.0, 60),
@@ -69,7 +71,7 @@ def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, kind: s
     bytes_per_s = BANDWIDTH * device.bandwidth_bytes_per_s
     if of_all := device.multiprocessors * each_gb_per_s * GIGA:
         bytes_per_s = of_all if bytes_moved <= device.l2_bytes else min(of_all, bytes_per_s)
-    compute_s = flops / (compute * device.peak_flops_per_s(dtype))
+    compute_s = flops / (compute * device.flops_per_s.get(dtype, device.flops_per_s["float32"]))
     memory_s = bytes_moved / bytes_per_s
     return round(max(compute_s, memory_s) * 1e9) + device.launch_ns
 
@@ -80,11 +82,13 @@ def kind_of(target: str, args: Sequence[Any], tensors: Iterable[torch.Tensor]) -
     if name in PRODUCTS:
         halves = (x for x in tensors if x.element_size() == 2 and x.dim() > 1)
         return "unaligned product" if any(max(x.stride()) % 8 for x in halves) else PRODUCT
+    kind = next((kind for kind, words in NAMED.items() if any(w in name for w in words.split())), STREAM)
     if name in GROUPS_AT:
-        if args[GROUPS_AT[name]] == 1 or all(x.dim() < 3 or x.shape[1] > 1 for x in tensors):
-            return CONVOLUTION  # no weight with one channel for each group
-        return "backward of a " * name.endswith("_backward") + "depthwise convolution"
-    return next((kind for kind, words in NAMED.items() if any(w in name for w in words.split())), STREAM)
+        # Of a channel each, the weight has one.
+        deep = args[GROUPS_AT[name]] > 1 and any(x.dim() > 2 and x.shape[1] == 1 for x in tensors)
+        kind = "depthwise " * deep + CONVOLUTION
+    backward = f"backward of a {kind}"
+    return backward if name.endswith("_backward") and backward in REACHED else kind
 
 
 def compute_dtype(inputs: Iterable[torch.Tensor], kind: str = STREAM) -> str:
@@ -96,10 +100,11 @@ def compute_dtype(inputs: Iterable[torch.Tensor], kind: str = STREAM) -> str:
     import torch
 
     first = next((x.dtype for x in inputs if x.is_floating_point()), torch.float32)
-    backend = {PRODUCT: torch.backends.cuda.matmul, CONVOLUTION: torch.backends.cudnn}.get(kind)
     if kind.endswith("depthwise convolution"):
         return "float32"
-    if first is torch.float32 and backend is not None and backend.allow_tf32:
+    allowed = kind == PRODUCT and torch.backends.cuda.matmul.allow_tf32
+    allowed |= kind.endswith(CONVOLUTION) and torch.backends.cudnn.allow_tf32
+    if first is torch.float32 and allowed:
         return "tf32"
     return str(first).removeprefix("torch.")
 

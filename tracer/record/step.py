@@ -14,7 +14,7 @@ import torch
 from tracer.capture.capture import capture
 from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
-from tracer.costs.cost import NOBODY_S, Measured
+from tracer.costs.cost import Measured
 from tracer.environment import versions
 from tracer.record.assemble import Draft, assemble
 from tracer.record.program import Program, program_of
@@ -85,7 +85,7 @@ def trace_step(
     target: Device,
     *,
     device: str = "cpu",
-    measured: Measured = NOBODY_S,
+    measured: Measured | None = None,
 ) -> Draft:
     """Record the step that `build` makes on fake tensors: sizes from torch, times by a roofline.
 
@@ -101,7 +101,7 @@ def trace_step(
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
         made = program_of(capture_step(step, target if as_gpu else None))
         kind = target.kind if as_gpu else device.partition(":")[0]
-        return assemble(step, made, mode, target, header(step, made, build, kind, target), measured)
+        return assemble(step, made, mode, target, header(step, made, build, kind, target), measured or {})
 
 
 def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Draft:
