@@ -40,8 +40,8 @@ class Device:
     flops_per_s: dict[
         str, int
     ]  # dtype (as torch names it, or "tf32") -> dense peak; others are as fast as float32
-    launch_ns: int  # least time between the starts of two dependent kernels
     source: str
+    launch_ns: int = LAUNCH_NS  # least time between the starts of two dependent kernels
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
     l2_bytes: int = 0  # its cache, by which some kernels choose their tiles
@@ -91,7 +91,6 @@ def devices() -> tuple[Device, ...]:
             memory_bytes=row["memory_mib"] * MIB,
             bandwidth_bytes_per_s=row["gb_per_s"] * GIGA,
             flops_per_s={dtype: int(rate * TERA) for dtype, rate in row["tflops"].items()},
-            launch_ns=LAUNCH_NS,
             source=row["source"],
             sm=tuple(row.get("sm", (0, 0))),
             multiprocessors=row.get("multiprocessors", 0),

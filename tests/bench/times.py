@@ -1,6 +1,6 @@
 """Step times that were measured on GPUs, beside those that the roofline predicts.
 
-python -m tests.bench.times [-o FILE.json] [--table FILE.md]
+python -m tests.bench.times [-o FILE.json]
 
 The rows are tests/published/times.csv: models of timm in their benchmark (AMP, SGD), the transformers of Stanford's
 course CS336 (forward and backward, with or without the course's AdamW), and steps that were measured here, by the mean
@@ -116,8 +116,7 @@ def halves(found: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
 
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("times.json"))
-@click.option("--table", type=click.Path(path_type=Path), help="Write all rows as a Markdown table.")
-def main(output: Path, table: Path | None) -> None:
+def main(output: Path) -> None:
     """Record what is not in FILE yet, and print the errors."""
     there = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     for row in rows():
@@ -138,13 +137,8 @@ def main(output: Path, table: Path | None) -> None:
         told = f"{len(fitted):3} fitted rows {median(fitted):5.1f} %"
         told += f", {len(judged):3} others {median(judged):5.1f} %" if judged else ""
         click.echo(f"{gpu or 'all':9} median error of {told}")
-    if table:
-        head = "| step | GPU | measured, ms | off |\n|---|---|--:|--:|\n"
-        body = [
-            f"| {' '.join(r[k] for k in KEYS[:-1] if r[k])} | {r['gpu']} | {r['ms']} | {r['off']:+.0f} % |"
-            for r in found
-        ]
-        table.write_text(head + "\n".join(body) + "\n", encoding="utf-8")
+    for r in found:
+        click.echo(f"{r['off']:+5.0f} % beside {r['ms']:8.2f} ms: {' '.join(r[k] for k in KEYS if r[k])}")
 
 
 if __name__ == "__main__":

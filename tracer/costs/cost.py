@@ -29,6 +29,7 @@ class Cost:
     source: str  # one of these; "" for a view, which computes nothing
 
 
+NO_COST: Final = Cost(time_ns=0, events=(), source="")
 Measured = Mapping[str, Cost]  # of ops of another loop, by name
 # What the host needs to ask for an op: 18 us beside an A100 and an RTX 4090, 43 us beside an H100 and an H200, each of
 # which has another. Assumed for all.
@@ -44,23 +45,20 @@ def costs_of(
     Counts: that a GPU waits for the host where that needs more time for all ops than the GPU; times are as much longer
     then, and none is less than the host's. Ignores: that it waits in a part of a step.
     """
-    made = zip(rows, created_bytes, strict=True)
-    costs = [_cost(row, created, device, measured or {}) for row, created in made]
+    costs = []
+    for row, created in zip(rows, created_bytes, strict=True):
+        known = (measured or {}).get(row.name)
+        live = list(accumulate(known.events, initial=0)) if known is not None else [-1]
+        if row.flags & VIEW:
+            costs.append(NO_COST)
+        elif known is not None and min(live) >= 0 and live[-1] == created:
+            costs.append(known)  # its events never free what they have not allocated
+        else:
+            time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, row.kind)
+            costs.append(Cost(time_ns=time_ns, events=(), source=NONE))
     host_ns = HOST_NS * sum(c.source == NONE for c in costs)
     if device.kind != "cuda" or host_ns <= sum(c.time_ns for c in costs):
         return costs
     floored = [replace(c, time_ns=max(c.time_ns, HOST_NS)) if c.source == NONE else c for c in costs]
     total_ns = sum(c.time_ns for c in floored)
     return [replace(c, time_ns=c.time_ns * host_ns // total_ns) for c in floored]
-
-
-def _cost(row: OpRow, created_bytes: int, device: Device, measured: Measured) -> Cost:
-    """The cost of an op by itself."""
-    if row.flags & VIEW:
-        return Cost(time_ns=0, events=(), source="")
-    known = measured.get(row.name)
-    live = list(accumulate(known.events, initial=0)) if known is not None else [-1]
-    if known is not None and min(live) >= 0 and live[-1] == created_bytes:
-        return known  # its events never free what they have not allocated
-    time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, row.kind)
-    return Cost(time_ns=time_ns, events=(), source=NONE)

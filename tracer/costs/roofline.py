@@ -215,15 +215,10 @@ def op_bytes(
     Counts: the elements of each tensor, an expanded one by what it has in memory. Ignores: caches, and what a kernel
     reads twice.
     """
-    written = sum(_touched_bytes(t) for t in _distinct(outputs))
-    packet = getattr(target, "_overloadpacket", target)
-    gathers = packet is not None and str(packet).rpartition(".")[2] in GATHERS
-    read = sum(min(_touched_bytes(t), written) if gathers else _touched_bytes(t) for t in _distinct(inputs))
-    return read + written
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(t): t for t in tensors}.values())
+    made, given = ({id(t): t for t in of}.values() for of in (outputs, inputs))
+    written = sum(map(_touched_bytes, made))
+    gathers = str(target).removeprefix("aten.").partition(".")[0] in GATHERS
+    return written + sum(min(_touched_bytes(t), written) if gathers else _touched_bytes(t) for t in given)
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

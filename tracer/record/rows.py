@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from tracer.costs.cost import Cost
+from tracer.costs.cost import NO_COST, Cost
 from tracer.costs.roofline import STREAM, compute_dtype, kind_of, op_bytes, op_flops
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.torch_api import pytree
@@ -16,7 +16,6 @@ from traces.records.trace import BACKWARD, VIEW, WORKSPACE, Ops, Storages, uses_
 
 OF_OPS: Final = tuple(c for c in Ops.__dataclass_fields__ if c not in ("time_ns", "events"))
 OF_STORAGES: Final = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
-NO_COST: Final = Cost(time_ns=0, events=(), source="")
 
 
 def op_row(
