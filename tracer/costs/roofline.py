@@ -34,6 +34,7 @@ REACHED: Final = {
     "depthwise convolution": (0.06, 8),  # of float32's arithmetic
     "backward of a depthwise convolution": (0.012, 4.5),
     "attention": (0.3, 6),
+    "batch norm without cuDNN": (1.0, 3.5),  # of bfloat16; by one step alone
     "norm": (1.0, 10),
     "backward of a norm": (1.0, 7),
     "reduction": (1.0, 14),
@@ -45,6 +46,7 @@ BANDWIDTH: Final = 0.8  # of the datasheet's, at most, for tensors that are more
 NAMED: Final = {
     "attention": "scaled_dot_product",
     STREAM: "_foreach",
+    "batch norm without cuDNN": "native_batch_norm",
     "norm": "batch_norm layer_norm group_norm",
     "reduction": "norm softmax pool sum mean var embedding_dense_backward index_put scatter",
     "copy": "copy clone cat roll stack pad select_backward slice_backward",
