@@ -18,16 +18,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import click
 import torch
 
 from tests.published.models import SIZES, AdamW, Transformer, cross_entropy
 from tracer import trace
-from tracer.costs.cost import Cost, costs_of
+from tracer.costs.cost import costs_of
+from tracer.costs.roofline import PRODUCTS, compute_dtype, kind_of
 from tracer.costs.rows import OpRow
-from tracer.record import assemble
 from traces.devices import device
 from traces.errors import LowtideError
 from traces.records.trace import VIEW, Trace
@@ -81,15 +80,19 @@ def step_of(row: dict[str, str]) -> Trace:
 
 def made(row: dict[str, str]) -> dict[str, Any]:
     """What the row's ops are: of each its arithmetic and bytes, and as what they are looked up."""
-    seen: list[Sequence[OpRow]] = []
-
-    def priced(rows: Sequence[OpRow], *given: Any) -> list[Cost]:
-        seen.append(rows)
-        return costs_of(rows, *given)
-
-    with patch.object(assemble, "costs_of", priced):
-        step_of(row)
-    work = [(r.flops, r.bytes_moved, r.dtype, r.kind) for r in seen[-1] if not r.flags & VIEW]
+    step = step_of(row)
+    ops, storages, work = step.ops, step.storages, []
+    for i, target in enumerate(ops.target):
+        if ops.flags[i] & VIEW:
+            continue
+        tensors = [
+            torch.empty(storages.shape[s], dtype=getattr(torch, storages.dtype[s]), device="meta")
+            for s in (*ops.reads[i], *ops.writes[i])
+        ]
+        flat = [x.flatten(0, -2) if x.dim() > 1 else x for x in tensors]  # as a matrix product sees them
+        args = json.loads(ops.arguments[i] or "[]")
+        kind = kind_of(target, args, flat if target.split(".")[1] in PRODUCTS else tensors)
+        work.append((ops.flops[i], ops.bytes_moved[i], compute_dtype(tensors, kind), kind))
     return {**{k: row[k] for k in KEYS}, "work": work}
 
 
