@@ -336,7 +336,7 @@ class Allocator:
         """A free block from new memory, outside the pool; None if the driver refuses."""
         if self.settings.expandable_segments:
             return self._grow(pool, size, stream)
-        segment = SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment_bytes
+        segment = self._page(pool)
         if size >= LARGE_REQUEST_BYTES:
             segment = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
         if not self._driver_has(segment):
@@ -400,13 +400,13 @@ class Allocator:
         self._ask("segment_map", address, length)
         return True
 
-    def _unmap(self, block: Block) -> bool:
-        """Give the whole pages inside a free block back; False if it holds none."""
+    def _unmap(self, block: Block) -> None:
+        """Give the whole pages inside a free block back."""
         page = self._page(block.pool)
         start = block.origin + -(-(block.address - block.origin) // page) * page
         end = block.origin + (block.address + block.size - block.origin) // page * page
         if start >= end:
-            return False
+            return
         pool = block.pool
         pool.remove(block)
         if start > block.address:
@@ -419,7 +419,6 @@ class Allocator:
         if block.is_split:  # otherwise the range is empty, and its addresses go back as well
             pool.insert(block)
         self._ask("segment_unmap", start, start - end)
-        return True
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)

@@ -34,11 +34,6 @@ class ReservedFigures:
         return max(i.peak_block_bytes for i in steady(self.iterations))
 
     @property
-    def peak_requested_bytes(self) -> int:
-        """The last iteration's peak of requested bytes; tensors alone."""
-        return self.iterations[-1].peak_requested_bytes
-
-    @property
     def peak_reserved_bytes(self) -> int:
         """The last iteration's peak of reserved bytes."""
         return self.iterations[-1].peak_reserved_bytes

@@ -62,8 +62,7 @@ def snapshot_of(c: Prediction) -> dict[str, Any]:
 
     steady = recorded(problem, replay.schedule, make)
     first = steady.first or steady
-    film = _Film(c.setting.settings, replay)
-    film.move_in(problem.trace, first.residents)
+    film = _Film(c.setting.settings, problem.trace, replay, first.residents)
     film.play(first, tellings[-1], with_once=True)
     asked = -1
     for _ in range(ITERATIONS - 1):
@@ -96,19 +95,18 @@ class _Telling(Recorder):
 class _Film:
     """Plays requests to an allocator, and writes down what happens as torch does."""
 
-    def __init__(self, settings: AllocatorSettings | None, replay: Replay) -> None:
+    def __init__(
+        self, settings: AllocatorSettings | None, trace: Trace, replay: Replay, sizes: tuple[int, ...]
+    ) -> None:
+        """`sizes` are of what is there before the first iteration."""
         self.allocator = Allocator(settings)
-        self.replay = replay
+        self.trace, self.replay = trace, replay
         self.events: list[dict[str, Any]] = []
         self.live: dict[int, tuple[Block, Frames]] = {}  # by address
         self.held: dict[int, list[Block]] = {}  # by number, the older first
         self.begin_ns = 0
         self.told: dict[tuple[int, str], Frames] = {}
         self.lines: dict[str, int] = {}  # of names: tools take frames of one line for the same
-
-    def move_in(self, trace: Trace, sizes: tuple[int, ...]) -> None:
-        """Ask for what is there before the first iteration."""
-        self.trace = trace
         sts = trace.storages
         names: dict[int, list[int]] = {}
         for s, producer in enumerate(sts.producer):

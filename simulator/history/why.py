@@ -86,15 +86,13 @@ def _rest(h: History) -> str:
         share = show_percent(100 * gap / max(1, h.reserved_bytes), digits=1)
         text = f"torch has {show_bytes(h.reserved_bytes)} reserved, of which {show_bytes(gap)} ({share}) are free"
         if (f := h.free) is not None:
-            between = (
-                f"in {f.pieces:,} pieces between what is in use, the largest {show_bytes(f.largest_bytes)}"
-            )
-            why_free = {between: f.pieces_bytes, "in rests too small to be split off": f.rests_bytes}
-            text += (
-                f": {of}"
-                if (of := listed({**why_free, "in whole segments, kept for later": f.cached_bytes}, 3))
-                else ""
-            )
+            largest = show_bytes(f.largest_bytes)
+            why_free = {
+                f"in {f.pieces:,} pieces between what is in use, the largest {largest}": f.pieces_bytes,
+                "in rests too small to be split off": f.rests_bytes,
+                "in whole segments, kept for later": f.cached_bytes,
+            }
+            text += f": {of}" if (of := listed(why_free, 3)) else ""
         parts.append(text)
     outside = (
         "" if h.outside_bytes is None else f"outside of torch lie {show_bytes(h.outside_bytes)}, assumed"

@@ -164,7 +164,7 @@ def plan_with_levers(
     that the same kinds change, of the first that has one. Raises BudgetError: there is none; that of the step with the
     lowest peak, which names a lever that is not allowed and would help."""
     close_ns, planned = max(1, problem.trace.time_ns // CLOSE), set[frozenset[str]]()
-    best: Plan | None = None
+    best, best_ns = None, MOST
     refusal: Infeasible | None = None
 
     def promise(step: Changed) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def plan_with_levers(
 
     for step in sorted(changed_steps(problem, budget_bytes, levers), key=promise):
         kinds = frozenset(r.kind for r in step.rewrites)
-        if best and (step.least_ns >= _time_ns(best) or kinds in planned):
+        if step.least_ns >= best_ns or kinds in planned:
             continue
         try:
             made = make(checked(step.problem))
@@ -185,8 +185,8 @@ def plan_with_levers(
         planned.add(kinds)
         # Where the planner changes the step itself, it is asked for the step as it is.
         both = made.rewrites and step.rewrites and levers.kinds is None
-        if _time_ns(made) < _time_ns(best) and not both:
-            best = _of(problem, made, step.rewrites, levers)
+        if (made_ns := int(made.predicted["plan"]["step_time_ns"])) < best_ns and not both:
+            best, best_ns = _of(problem, made, step.rewrites, levers), made_ns
     if best is None:
         assert refusal is not None
         raise Infeasible(f"{refusal} {_helpful(problem, budget_bytes, levers)}".strip(), refusal.figures)
@@ -212,10 +212,6 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     return replace(bound, tried=tried, reason=bound.reason + TRIED * tried)
 
 
-def _time_ns(plan: Plan | None) -> int:
-    return MOST if plan is None else int(plan.predicted["plan"]["step_time_ns"])
-
-
 def _of(problem: Problem, plan: Plan, rewrites: Rewrites, levers: Levers) -> Plan:
     """A plan of the changed step as one of the step itself."""
     ops, sts = problem.trace.ops, problem.trace.storages
@@ -235,11 +231,7 @@ def _helpful(problem: Problem, budget_bytes: int, levers: Levers) -> str:
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
     if lacking := [r for r in best.rewrites if r not in allowed]:
         word = next(word for word, exactness in ALLOW.items() if exactness == exactness_of(best.rewrites))
-        lower, kinds = (
-            bounder_of(best.problem).floor.peak_bytes,
-            ", ".join(dict.fromkeys(r.kind for r in lacking)),
-        )
-        return (
-            f"With --allow {word} the lever {kinds} lowers what no plan can go below to {show_bytes(lower)}."
-        )
+        kinds, lower = ", ".join(dict.fromkeys(r.kind for r in lacking)), bounder_of(best.problem).floor
+        told = f"With --allow {word} the lever {kinds} lowers what no plan can go below"
+        return f"{told} to {show_bytes(lower.peak_bytes)}."
     return ""

@@ -25,10 +25,6 @@ class LoopPeaks:
     phases: Mapping[str, RunFigures]  # of those after the first, in order
 
     @property
-    def first(self) -> RunFigures:
-        return self.iterations[0]
-
-    @property
     def steady(self) -> RunFigures:
         """The iterations after the first; one that asks for new memory may have larger blocks."""
         later = [f.peak_block_bytes or 0 for f in steady(self.iterations)]
@@ -54,8 +50,8 @@ def peaks_table(c: Prediction, saved: Prediction, **more: str) -> Table:
     rows: list[tuple[str, RunFigures, Mapping[str, RunFigures]]] = []
     for name, loop in loops:
         rows.append((name, loop.steady, loop.phases))
-        if _json(loop.first) != _json(loop.steady):
-            rows.append((f"{name}, first iteration", loop.first, {}))
+        if _json(loop.iterations[0]) != _json(loop.steady):
+            rows.append((f"{name}, first iteration", loop.iterations[0], {}))
     of_phase = [
         (phase, "bytes", lambda row, phase=phase: held_bytes(row[2][phase]) if phase in row[2] else None)
         for phase in PHASES
@@ -104,10 +100,18 @@ def _peaks(trace: Trace, fit: DeviceFit, replay: Replay) -> LoopPeaks:
     peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
 
     def moved(f: RunFigures, highest: bool) -> RunFigures:
-        more = (
-            peak - simulated if highest and peak > simulated else min(0, peak - (f.peak_allocated_bytes or 0))
+        """Return them with as much more at the peak as there is; nothing reserves less than its blocks."""
+        allocated = f.peak_allocated_bytes or 0
+        more = peak - simulated if highest and peak > simulated else min(0, peak - allocated)
+        if not more:
+            return f
+        raised = replace(f, peak_allocated_bytes=allocated + more)
+        if f.peak_block_bytes is None or f.peak_reserved_bytes is None:  # a CPU
+            return raised
+        blocks = f.peak_block_bytes + more
+        return replace(
+            raised, peak_block_bytes=blocks, peak_reserved_bytes=max(f.peak_reserved_bytes, blocks)
         )
-        return _raised(f, more)
 
     return LoopPeaks(
         iterations=tuple(moved(f, True) for f in found.iterations),
@@ -145,17 +149,6 @@ def _on_a_gpu(reserved: ReservedFigures) -> LoopPeaks:
 
     phases = {phase: figures(f) for phase, f in reserved.phases.items()}
     return LoopPeaks(iterations=tuple(map(figures, reserved.iterations)), phases=phases)
-
-
-def _raised(f: RunFigures, more: int) -> RunFigures:
-    """Return them with as much more at the peak; nothing reserves less than its blocks."""
-    if not more:
-        return f
-    raised = replace(f, peak_allocated_bytes=(f.peak_allocated_bytes or 0) + more)
-    if f.peak_block_bytes is None or f.peak_reserved_bytes is None:  # a CPU
-        return raised
-    blocks = f.peak_block_bytes + more
-    return replace(raised, peak_block_bytes=blocks, peak_reserved_bytes=max(f.peak_reserved_bytes, blocks))
 
 
 def _json(f: RunFigures) -> dict[str, int | None]:

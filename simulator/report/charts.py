@@ -19,7 +19,7 @@ from simulator.core.problem import Replay, by_category
 from simulator.report.page import needed
 from simulator.show.notebook import Points
 from traces.records.trace import CATEGORIES, PHASES, Trace
-from traces.units import GIB, bytes_unit, show_bytes, show_time
+from traces.units import GIB, bytes_unit, show_bytes, show_time, time_unit
 
 # Okabe and Ito's colours, which the colour-blind tell apart, on white and on black.
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
@@ -63,11 +63,6 @@ def colour(field: str, colours: Mapping[str, str]) -> Any:
     scale = {"domain": list(colours), "range": list(colours.values())}
     channel = needed("altair").Color(f"{field}:N").scale(**scale).title(None)
     return channel if len(colours) > 1 else channel.legend(None)
-
-
-def time_unit(top_ns: float) -> tuple[int, str]:
-    """The unit in which times up to `top_ns` read well: its length in ns, its name."""
-    return next(((u, n) for u, n in ((10**9, "s"), (10**6, "ms"), (10**3, "µs")) if top_ns >= u), (1, "ns"))
 
 
 def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

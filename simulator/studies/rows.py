@@ -61,7 +61,6 @@ def row_of(a: Answer, **more: Any) -> Row:
         "budget_bytes": a.budget_bytes,
         "solve_seconds": round(a.solve_seconds, 3),
         "feasible": a.found is not None,
-        "lowest_peak_bytes": None,
         "message": "" if refused is None else str(refused),
     }
     if isinstance(refused, Infeasible):

@@ -40,7 +40,7 @@ from traces.records.trace import (
     PHASES,
     Trace,
 )
-from traces.units import MIB, bytes_unit, show_bytes, show_percent, show_time
+from traces.units import MIB, bytes_unit, show_bytes, show_percent, show_time, time_unit
 
 WAYS: Final = {
     "save-all, predicted": "#9cc4e4",
@@ -377,7 +377,7 @@ def small_multiples(study: Study, steps: Sequence[Step], is_bytes: bool) -> dict
     ]
     values = [t and (t.peak_allocated_bytes if is_bytes else t.step_time_ns) for *_, t, _ in runs]
     top = max(1, *(v or 0 for v in values))
-    unit, name = bytes_unit(top) if is_bytes else charts.time_unit(top)
+    unit, name = bytes_unit(top) if is_bytes else time_unit(top)
     show: Callable[[int], str] = show_bytes if is_bytes else show_time
     rows = [
         (

@@ -47,7 +47,7 @@ def test_an_exported_step_of_a_gpu_reserves_what_is_predicted(conf: str) -> None
     data, reserved = snapshot_of(c), c.planned_fit.reserved
     assert reserved is not None
     h = history_of(data, "s")
-    assert h.peak_bytes == reserved.peak_requested_bytes
+    assert h.peak_bytes == reserved.iterations[-1].peak_requested_bytes
     assert h.most_reserved_bytes == reserved.peak_reserved_bytes == max(there for _, there in h.curve)
     recording = recording_of(data, "s")
     assert peak_reserved(recording, recording.settings) == reserved.peak_reserved_bytes

@@ -71,7 +71,7 @@ def test_on_a_gpu_blocks_and_reserved_too() -> None:
     found = untouched_peaks(simulated(loop(MIB, device="cuda")))
     assert allocated(found)[0][0] == 104 * MIB
     assert {f.peak_reserved_bytes for f in found.iterations} == {120 * MIB}
-    assert [f.peak_block_bytes for f in (found.first, found.steady)] == [104 * MIB, 112 * MIB]
+    assert [f.peak_block_bytes for f in (found.iterations[0], found.steady)] == [104 * MIB, 112 * MIB]
     assert {p: f.peak_block_bytes for p, f in found.phases.items()} == {
         "forward": 62 * MIB,
         "backward": 112 * MIB,
@@ -101,7 +101,7 @@ def test_what_the_untouched_loop_asks_decides_by_phase_too() -> None:
     found = untouched_peaks(
         simulated(replace(loop(MIB, device="cuda", counted_bytes=102 * MIB), untouched=asked))
     )
-    assert [f.peak_block_bytes for f in (found.first, found.steady)] == [94 * MIB, 102 * MIB]
+    assert [f.peak_block_bytes for f in (found.iterations[0], found.steady)] == [94 * MIB, 102 * MIB]
     assert {p: f.peak_block_bytes for p, f in found.phases.items()} == {
         "forward": 72 * MIB,
         "backward": 102 * MIB,

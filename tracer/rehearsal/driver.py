@@ -122,8 +122,14 @@ def _build(folder: Path, sources: Mapping[str, str], commands: list[list[str]]) 
     for name, text in sources.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "built").mkdir()
-    for command in commands:
-        _run([*_compiler(), *command], folder)
+    for command in ([*_compiler(), *words] for words in commands):
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise EnvironmentProblem(f"the C compiler {command[0]!r} cannot be run: {error}.") from None
+        if done.returncode:
+            tail = " / ".join(done.stderr.strip().splitlines()[-3:])[:600]
+            raise EnvironmentProblem(f"the null driver does not compile with {command[0]}: {tail}")
     return folder / "built"
 
 
@@ -144,16 +150,6 @@ def _compiler() -> list[str]:
         "the null driver is compiled once, and no C compiler was found: install gcc or clang, pip install ziglang, or "
         "name one in CC."
     )
-
-
-def _run(command: list[str], folder: Path) -> None:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise EnvironmentProblem(f"the C compiler {command[0]!r} cannot be run: {error}.") from None
-    if done.returncode:
-        tail = " / ".join(done.stderr.strip().splitlines()[-3:])[:600]
-        raise EnvironmentProblem(f"the null driver does not compile with {command[0]}: {tail}")
 
 
 def _compiled_for(torch: CudaTorch, gpu: Device) -> int:
