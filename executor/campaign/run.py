@@ -224,15 +224,11 @@ def _on_workers(cases: Mapping[int, Case], book: Book, root: Path, dask: str) ->
     for number, case in cases.items():
         steps.setdefault(_trace(case, root), {})[number] = case
     with counting(len(cases)) as done, workers(dask, 0) as pool:
-        for future in as_completed([pool.submit(all_of, of, book, root) for of in steps.values()]):
+        asked = [pool.submit(lambda *of: [*run_cases(*of, silent)], of, book, root) for of in steps.values()]
+        for future in as_completed(asked):
             for found in future.result():
                 done()
                 yield found
-
-
-def all_of(cases: Mapping[int, Case], book: Book, root: Path) -> list[Result]:
-    """What comes out of cases, for a worker."""
-    return list(run_cases(cases, book, root, silent))
 
 
 def run_cases(cases: Mapping[int, Case], book: Book, root: Path, say: Say) -> Iterator[Result]:

@@ -42,7 +42,9 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
         raise SpecError(f"the errors were measured on another step: `{ERRORS_COMMAND}`.")
     if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
         raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
-    asked = (*UNASKED, *_measured(levers)) if levers.kinds is None else levers.kinds
+    asked = (
+        (*UNASKED, *(levers.errors.kinds if levers.errors else ())) if levers.kinds is None else levers.kinds
+    )
     kinds = [k for k in asked if levers.allows(LEVERS[k].exactness)]
     return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
 
@@ -78,10 +80,6 @@ def error_of(rewrites: Iterable[Rewrite], levers: Levers) -> float:
     return levers.errors.of(lossy) if levers.errors is not None and lossy else 0.0
 
 
-def _measured(levers: Levers) -> tuple[str, ...]:
-    return () if levers.errors is None else levers.errors.kinds
-
-
 def check_named(levers: Levers) -> None:
     """Raise SpecError if a kind is asked for that is not allowed, or that is approximate and was not measured."""
     exactness = {k: LEVERS[k].exactness for k in levers.kinds or () if k in LEVERS}
@@ -89,7 +87,8 @@ def check_named(levers: Levers) -> None:
         if not levers.allows(needed):
             allow = next(word for word, meant in ALLOW.items() if meant == needed)
             raise SpecError(f"--levers {kind} needs --allow {allow}; now it is --allow {levers.allow}.")
-    if lacking := [k for k, n in exactness.items() if n == APPROXIMATE and k not in _measured(levers)]:
+    measured = levers.errors.kinds if levers.errors else ()
+    if lacking := [k for k, n in exactness.items() if n == APPROXIMATE and k not in measured]:
         raise SpecError(
             f"by how much {', '.join(lacking)} changes the gradient of this step is not known: measure it with "
             f"`{ERRORS_COMMAND} --levers {','.join(lacking)}`, then give --errors errors.json."

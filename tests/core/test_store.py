@@ -166,13 +166,6 @@ def test_a_missing_file(stored: Path) -> None:
         load(stored)
 
 
-def test_files_of_two_traces(stored: Path, tmp_path: Path) -> None:
-    other = save(chain(2), tmp_path / "other")
-    (stored / OPS_FILE).write_bytes((other / OPS_FILE).read_bytes())
-    with pytest.raises(TraceError, match="belong to different traces"):
-        load(stored)
-
-
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such trace directory"):
         find(tmp_path / "nothing")

@@ -40,9 +40,9 @@ class Peaks:
     and reserved_bytes.all.peak.
     """
 
-    requested_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
+    requested_bytes: int = 0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
 
     def __or__(self, other: Peaks) -> Peaks:
         """The highest of both."""
@@ -58,8 +58,7 @@ class Iteration:
     @property
     def peaks(self) -> Peaks:
         """The peaks of the whole iteration."""
-        none = Peaks(requested_bytes=0, allocated_bytes=0, reserved_bytes=0)
-        return reduce(or_, self.phases.values(), none)
+        return reduce(or_, self.phases.values(), Peaks())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

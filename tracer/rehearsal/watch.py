@@ -70,7 +70,7 @@ class Watch:
         self._owned: dict[int, str] = {}  # addresses of parameters, gradients and state, as they were last
         self._owned_us = 0
         self._optimizer = 0  # the first that stepped, by identity
-        self._highest: dict[str, int] = {}  # of what the user's own code sees
+        self._highest = Peaks()  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
         self._masks: Counter[str] = Counter()
         self._stats = bindings._cuda_memoryStats  # which only a CUDA build has
@@ -105,10 +105,8 @@ class Watch:
             return
         stats = self._stats(self._device)
         found = Peaks(**{k: stats[k]["all"]["peak"] for k in _FIGURES})
-        for key in _FIGURES:
-            self._highest[key] = max(self._highest.get(key, 0), stats[key]["all"]["peak"])
-        old = self._phases.get(self._phase)
-        self._phases[self._phase] = found if old is None else old | found
+        self._highest |= found
+        self._phases[self._phase] = self._phases.get(self._phase, Peaks()) | found
         self._reset(self._device)
 
     @contextmanager
@@ -161,7 +159,7 @@ class Watch:
         """torch's statistics with the peaks that they would have if nobody had reset them but the user."""
         stats = self._stats(device)
         for key in _FIGURES if device == self._device else ():
-            stats[key]["all"]["peak"] = max(stats[key]["all"]["peak"], self._highest.get(key, 0))
+            stats[key]["all"]["peak"] = max(stats[key]["all"]["peak"], getattr(self._highest, key))
         return stats
 
     def _reset_by_user(self, device: int) -> None:
@@ -169,7 +167,7 @@ class Watch:
             self._reset(device)
             return
         self._take()
-        self._highest = {}
+        self._highest = Peaks()
 
     def _masks_select_all(self) -> torch.library.Library:
         """While it lives, `nonzero` finds all elements, so that what a mask indexes is taken whole, the most it can be.

@@ -93,14 +93,15 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     if is_build_function(model):
         from tracer.step.build_function import BuildFunction
 
-        make = partial(BuildFunction.parse(model).step, given)
-        return BuildStep(model=model, options=given, seed=seed, make=make, policy=policy)
-    from tracer.step.named.models import find_model
+        step, own = BuildFunction.parse(model).step, given
+    else:
+        from tracer.step.named.models import find_model
 
-    known = find_model(model)
-    own = known.options({k: v for k, v in given.items() if k not in policy})
-    make = partial(known.step, own)
-    return BuildStep(model=known.name, options={**own, **policy}, seed=seed, make=make, policy=policy)
+        known = find_model(model)
+        own = known.options({k: v for k, v in given.items() if k not in policy})
+        model, step = known.name, known.step
+    whole = {**own, **policy}
+    return BuildStep(model=model, options=whole, seed=seed, make=partial(step, own), policy=policy)
 
 
 def under_policy(step: TrainingStep, policy: dict[str, Any], device: str) -> TrainingStep:
