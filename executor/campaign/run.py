@@ -224,7 +224,7 @@ def _on_workers(cases: Mapping[int, Case], book: Book, root: Path, dask: str) ->
     for number, case in cases.items():
         steps.setdefault(_trace(case, root), {})[number] = case
     with counting(len(cases)) as done, workers(dask, 0) as pool:
-        asked = [pool.submit(lambda *of: [*run_cases(*of, silent)], of, book, root) for of in steps.values()]
+        asked = [pool.submit(lambda of: [*run_cases(of, book, root, silent)], of) for of in steps.values()]
         for future in as_completed(asked):
             for found in future.result():
                 done()

@@ -83,9 +83,7 @@ def device_memory(
             f"--gpu {gpu}: the trace holds the graph of a {kind.upper()} and this device is a "
             f"{entry.kind.upper()}; {other}."
         )
-    total = entry.memory_bytes if entry is not None else 0
-    if memory is not None:
-        total = size_of("--device-memory", memory)
+    total = size_of("--device-memory", memory) if memory is not None else entry.memory_bytes if entry else 0
     kept = 0 if kind == CPU else CONTEXT_BYTES
     if context is not None:
         kept = 0 if context.strip() == "0" else size_of("--context", context)

@@ -165,7 +165,6 @@ class Instants:
         counts = np.fromiter((len(r) for r in ops.reads), np.int64, len(ops))
         flat = np.fromiter(chain.from_iterable(ops.reads), np.int64, int(counts.sum()))
         reader, read = np.divmod(np.unique(np.repeat(np.arange(len(ops)), counts) * n_st + flat), n_st)
-        self.reader, self.read = reader, read
         self.nbytes, self.producer = np.array(sts.nbytes, np.int64), np.array(sts.producer, np.int64)
         self._last_read = np.full(len(sts), -1, np.int64)  # op, in any phase
         np.maximum.at(self._last_read, read, reader)

@@ -10,6 +10,7 @@ Counts and ignores: what `simulator.core.problem` counts and ignores.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -76,13 +77,9 @@ class Evaluator:
         self.base_time_ns = trace.time_ns - sum(copies.values())
         self.may_rerun = [problem.may_rerun[i] for i in chosen]
         self.last_backward_use = list(sts.last_backward_use)
-        position = {i: k for k, i in enumerate(chosen)}
-        self.position = position
-        before, k = [], -1  # the last chosen op at or before each op
-        for i in range(len(ops)):
-            k = position.get(i, k)
-            before.append(k)
-        self.before = before
+        self.position = position = {i: k for k, i in enumerate(chosen)}
+        # The last chosen op at or before each op.
+        self.before = list(accumulate((position.get(i, -1) for i in range(len(ops))), max))
         self.producer = [position[p] if p >= 0 else -1 for p in sts.producer]
         self.creates = [tuple(s for s in problem.creates[i] if made_forward[s]) for i in chosen]
         self.reads = [tuple(s for s in ops.reads[i] if made_forward[s]) for i in chosen]

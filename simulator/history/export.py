@@ -149,8 +149,7 @@ class _Film:
         if (step, category) not in self.told:
             op, again = self.replay.schedule.op[step], self.replay.schedule.recompute[step]
             ops = self.trace.ops
-            made = self.stack(ops.name[op], ops.module[op], category, again)
-            self.told[step, category] = made
+            self.told[step, category] = self.stack(ops.name[op], ops.module[op], category, again)
         return self.told[step, category]
 
     def stack(self, op: str, module: str, category: str, again: bool = False) -> Frames:

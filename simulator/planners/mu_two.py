@@ -62,9 +62,8 @@ class Costs:
                 self.evicted(s)
 
     def chain(self, s: int) -> tuple[int, ...]:
-        known = self.chains.get(s)
-        if known is not None:
-            return known
+        if s in self.chains:
+            return self.chains[s]
         ev, wanted = self.evaluator, self.evaluator.problem.saved_by_default
         seen = {ev.producer[s]}
         stack = [ev.producer[s]]

@@ -134,8 +134,7 @@ class _Search:
                     f"the trace holds the graph of a {kind.upper()}, and {self.device.name} is a "
                     f"{self.device.kind.upper()}; leave --target and --device to --gpu."
                 )
-            asks = self.question
-            c = predict(Problem(trace), asks.setting(trace.meta))
+            c = predict(Problem(trace), self.question.setting(trace.meta))
             plain = untouched_fit(c)
             self.said[batch_size] = c
             self.probes[batch_size] = Probe(

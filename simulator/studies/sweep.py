@@ -108,13 +108,12 @@ class Sweep(JsonRecord):
 def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: Say) -> Sweep:
     """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`. Raises
     LowtideError: one could not be traced; where no plan fits there is a row."""
-    rows, options, target = [], {}, ""
     traces = dict(zip(batch_sizes, traced.each(batch_sizes, say), strict=True))
-    for batch_size, trace in counted(traces.items(), lambda item: f"planning batch {item[0]}", say):
-        rows.append(_row(traced, question, trace, batch_size))
-        options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}
-        target = trace.meta.target
-    found = Sweep(model=traced.model, options=options, target=target, rows=tuple(rows))
+    each = counted(traces.items(), lambda item: f"planning batch {item[0]}", say)
+    rows = tuple(_row(traced, question, trace, batch_size) for batch_size, trace in each)
+    *_, meta = (trace.meta for trace in traces.values())
+    options = {k: v for k, v in meta.options.items() if k != "batch_size"}
+    found = Sweep(model=traced.model, options=options, target=meta.target, rows=rows)
     found.save(traced.directory / "sweep.json")
     return found
 
