@@ -49,6 +49,8 @@ def test_cheapest_bytes_first_and_a_part_of_one_storage() -> None:
     assert Instants(Problem(two_values())).at(3).added(49) == (2, 5, 40)
     assert Instants(Problem(two_values())).at(TURN).added(48) == (2, 5, 40)
     assert (bound.price_ns, bound.price_bytes) == (5, 40)
+    told = bound.to_json()
+    assert (told["feasible"], told["op"], told["overhead_percent"]) == (True, 4, bound.overhead_percent)
     assert bound.overhead_percent == pytest.approx(100 * 3 / 16)  # 5 + 7 + 1 + 1 + 1 + 1 ns
     # Budget 32 is exactly all of a; 22 is 10 less, half of b: 5 + 7 * 10 / 20 = 8.5. The instant would allow both,
     # but the last op reads a again: w 4 + h 4 + a 40 = 48 is the floor.
