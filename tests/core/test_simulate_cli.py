@@ -232,13 +232,12 @@ def test_a_trace_is_used_again_only_if_the_same_command_made_it(
 
 
 def test_a_batch_size_that_does_not_fit_is_a_row(tracer: Tracer, tmp_path: Path) -> None:
-    enough_for_4 = "40MiB"
-    small, large = swept(tmp_path, 4, 64, budget=enough_for_4).rows
+    small, large = swept(tmp_path, 4, 64, budget="40MiB").rows
     assert small.feasible
     assert not large.feasible
     assert "No plan can stay within" in large.message or "found no plan" in large.message
     assert large.plan == RunFigures()
-    words = ["sweep", "m", "--batch-sizes", "4,64", "--budget", enough_for_4, "-o", tmp_path]
+    words = ["sweep", "m", "--batch-sizes", "4,64", "--budget", "40MiB", "-o", tmp_path]
     result = simulate(*words)
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
