@@ -42,6 +42,6 @@ def environment(device: str) -> dict[str, str]:
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
             "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
-            "tf32_matmul": str(torch.backends.cuda.matmul.allow_tf32),
+            "tf32_matmul": str(torch.backends.cuda.matmul.fp32_precision == "tf32"),
         }
     return out

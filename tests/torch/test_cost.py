@@ -100,6 +100,11 @@ def test_an_op_is_of_a_kind() -> None:
     assert kind("mm", 0, 8, 3, half=True) == ("unaligned product", "bfloat16")
     assert kind("native_layer_norm_backward", 0, 8) == ("backward of a norm", "float32")
     assert kind("_foreach_norm", 0, 8) == ("elementwise", "float32")
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    try:
+        assert kind("mm", 0, 8, 3) == ("matrix product", "tf32")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_ops_in_place_write_what_they_read() -> None:

@@ -23,10 +23,6 @@ IN_GRAPHS: Final = {
 }
 
 
-Found = tuple[str, int]  # an op's name and its time
-Turn = tuple[str, int, int]
-
-
 def with_times(trace: Trace, path: Path) -> tuple[Trace, dict[str, Any]]:
     """The trace with the times of a profile in the place of its own; and how many steps that holds, how many ops of
     which compute it measured, and which ops, the longest first, keep their estimates as it has them not, or elsewhere.
@@ -50,7 +46,7 @@ def with_times(trace: Trace, path: Path) -> tuple[Trace, dict[str, Any]]:
     ratios = [n // wanted[name] for name, n in seen.items() if not n % wanted[name]]
     steps = mode(ratios) if ratios else 0
     whole = {name: n for name, n in wanted.items() if seen[name] == steps * n > 0}
-    by_turn = defaultdict[Turn, list[int]](list)
+    by_turn = defaultdict[tuple[str, int, int], list[int]](list)
     for turn, (_, time_ns) in zip(_turns([name for name, _ in found], whole), found, strict=True):
         by_turn[turn].append(time_ns)
     turns = dict(zip(computing, _turns([names[i] for i in computing], whole), strict=True))
@@ -73,7 +69,7 @@ def with_times(trace: Trace, path: Path) -> tuple[Trace, dict[str, Any]]:
     return replace(trace, meta=meta, ops=replace(ops, time_ns=tuple(times))), told
 
 
-def _turns(names: Sequence[str], whole: Mapping[str, int]) -> Iterator[Turn]:
+def _turns(names: Sequence[str], whole: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
     """By op of some steps: its name, and its turn in its step among the ops of that name. `whole` says how many each
     step has; of others, the turns are counted anew from each op of which there are as many."""
     before, in_step, turn = 0, sum(whole.values()) or 1, Counter[tuple[str, int]]()
@@ -89,22 +85,17 @@ def _name(op: str) -> str:
     return IN_GRAPHS.get(op, op).removesuffix("_")
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    """The events of a profile that have a duration, in the order in which they began."""
+def _measured(path: Path, wanted: Container[str]) -> Iterator[tuple[str, int]]:
+    """By wanted op of a profile that is in no other such: its name and its time, in the order in which they began."""
     try:
         raw = path.read_bytes()
         data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
         events = [e for e in data["traceEvents"] if e.get("ph") == "X" and e["dur"] >= 0]
-        return sorted(events, key=lambda e: (e["ts"], -e["dur"]))
+        events.sort(key=lambda e: (e["ts"], -e["dur"]))
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
         raise TraceError(
             f"{path}: this is no profile as torch.profiler's export_chrome_trace writes it ({error})."
         ) from None
-
-
-def _measured(path: Path, wanted: Container[str]) -> Iterator[Found]:
-    """By wanted op that is in no other such: its name and its time, in order."""
-    events = _events(path)
     kernels = defaultdict[Any, float](float)  # by what launched them, in us
     for e in events:
         if e.get("cat") in ON_GPU:

@@ -104,11 +104,10 @@ def compute_dtype(inputs: Iterable[torch.Tensor], kind: str = STREAM) -> str:
     first = next((x.dtype for x in inputs if x.is_floating_point()), torch.float32)
     if kind.endswith("depthwise convolution"):
         return "float32"
-    allowed = kind == PRODUCT and torch.backends.cuda.matmul.allow_tf32
-    allowed |= kind.endswith(CONVOLUTION) and torch.backends.cudnn.allow_tf32
-    if first is torch.float32 and allowed:
-        return "tf32"
-    return str(first).removeprefix("torch.")
+    cores = {PRODUCT: torch.backends.cuda.matmul, CONVOLUTION: torch.backends.cudnn.conv}
+    backend = cores.get(kind.removeprefix("backward of a "))
+    allowed = backend is not None and first is torch.float32 and backend.fp32_precision == "tf32"
+    return "tf32" if allowed else str(first).removeprefix("torch.")
 
 
 def op_flops(target: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
