@@ -41,6 +41,7 @@ REACHED: Final = {
     "copy": (1.0, 20),
     STREAM: (1.0, 60),
 }
+ON_CPU: Final = 0.7  # of the arithmetic, for all kinds: nothing was fitted there
 BANDWIDTH: Final = 0.8  # of the datasheet's, at most, for tensors that are more than the cache holds
 # Kinds by what an op's name has in it; the first that fits.
 NAMED: Final = {
@@ -69,7 +70,7 @@ def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, kind: s
     Counts: max(flops / (reached * peak), bytes / rate) + launch. The rate is what the multiprocessors move; where the
     bytes are more than the cache holds, at most 0.8 of the bandwidth. Ignores: see the module's docstring.
     """
-    compute, each_gb_per_s = REACHED[kind]
+    compute, each_gb_per_s = REACHED[kind] if device.multiprocessors else (ON_CPU, 0)
     bytes_per_s = BANDWIDTH * device.bandwidth_bytes_per_s
     if of_all := device.multiprocessors * each_gb_per_s * GIGA:
         bytes_per_s = of_all if bytes_moved <= device.l2_bytes else min(of_all, bytes_per_s)
