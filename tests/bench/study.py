@@ -9,7 +9,7 @@ checkpointing. Beyond that it sets every planner beside the certified bound. `--
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,11 +25,12 @@ from simulator.prediction.loop_peaks import peaks_table
 from simulator.prediction.step import provenance as figures_from
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, needed, write_page
-from simulator.report.step import PEAKS_CAPTION, Activation, activations, memory, target_text
+from simulator.report.step import PEAKS_CAPTION, activation_blocks, activations, memory, target_text
 from simulator.show.tables import CODE, NUMBER, Cell, Table, beside, no, percent_cell, table
 from traces.errors import LowtideError, SpecError
 from traces.files import write_text
 from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import Plan
 from traces.records.store import load
 from traces.records.trace import (
     ACTIVATION,
@@ -40,7 +41,7 @@ from traces.records.trace import (
     PHASES,
     Trace,
 )
-from traces.units import MIB, bytes_unit, show_bytes, show_percent, show_time, time_unit
+from traces.units import show_percent
 
 WAYS: Final = {
     "save-all, predicted": "#9cc4e4",
@@ -59,13 +60,13 @@ PLANNERS: Final = {
 }
 IN_WORDS: Final = {"mu-two-paper": "μ-TWO as printed", "mu-two": "μ-TWO corrected"}
 BOUND: Final = "certified bound"
+SAVED: Final = "everything saved"
 TITLES: Final = {"resnet152": "ResNet-152", "bert-base": "BERT-base"}
 DETAILED: Final = {"resnet152": 32, "bert-base": 16}  # the batch sizes that are looked into
 GALLERY: Final = Path("traces/gallery")
 BUDGETS: Final = ("90%", "80%", "70%", "60%", "50%", "45%", "40%")  # shares of the peak
 SECONDS: Final = 2.0  # of a search, for each budget
 ONE: Final = "60%"  # the budget where one is enough
-MOST_BARS: Final = 300
 MOST_KINDS: Final = 10
 CPU: Final = "CPU"
 METHOD: Final = (
@@ -255,45 +256,18 @@ def by_kind(step: Step) -> Table:
 def lifetimes(study: Study) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for step in study.looked_into:
-        found, whole_ns = activations(step.problem), step.trace.time_ns
+        found = activations(step.problem)
         total = sum(a.nbytes for a in found)
-        half = sum(a.nbytes for a in found if 2 * a.idle_ns >= whole_ns)
+        half = sum(a.nbytes for a in found if 2 * a.idle_ns >= step.trace.time_ns)
         text = (
-            f"{step.title}: forward saves {len(found):,} activations, {show_bytes(total)}. The first that are made are "
-            f"the last to be used: {show_percent(100 * half / total, digits=0)} of the bytes lie idle for half of the "
-            "step and longer."
+            f"{step.title}: the first activations that are made are the last to be used: "
+            f"{show_percent(100 * half / total, digits=0)} of the bytes lie idle for half of the step and longer"
+            f"{step.source}"
         )
-        blocks += [
-            Text(text),
-            Chart(
-                life_lines(step, found[:MOST_BARS]),
-                f"A line for each of the {min(MOST_BARS, len(found))} largest activations, in the order of their "
-                f"making: grey where forward or backward use it, coloured by its size while it lies idle{step.source}",
-                f"{step.title}: from first to last use",
-            ),
-        ]
+        shown = activation_blocks(step.problem, Plan(meta=step.trace.meta))
+        told = f"{step.title}{step.source}"
+        blocks += [Text(text), *(replace(b, caption=told) if isinstance(b, Chart) else b for b in shown)]
     return tuple(blocks)
-
-
-def life_lines(step: Step, found: Sequence[Activation]) -> dict[str, Any]:
-    alt, sts, ops = needed("altair"), step.trace.storages, step.trace.ops
-    start = step.problem.saved.timeline.start_ns
-    ends = [*start[1:], step.problem.saved.timeline.step_time_ns]
-    rows = []
-    for k, a in enumerate(sorted(found, key=lambda a: a.producer)):
-        s, note = a.storage, f"{show_bytes(a.nbytes)}, idle {show_time(a.idle_ns)}"
-        rest, again = ends[max(sts.last_forward_use[s], a.producer)], start[sts.first_backward_use[s]]
-        times = (round(t / 1e6, 4) for t in (start[a.producer], rest, again, ends[sts.last_backward_use[s]]))
-        rows.append((ops.name[a.producer], note, k, round(a.nbytes / MIB, 3), *times))
-    base = charts.drawn("op:N note:N rank:Q size:Q made:Q rest:Q again:Q gone:Q", rows)
-    y = alt.Y("rank:Q").title("activation, by its making").scale(reverse=True, nice=False)
-    x, tips = alt.X("made:Q").title("time in the step, ms").axis(tickCount=12), ["op:N", "note:N"]
-    size = alt.Color("size:Q").scale(scheme="viridis", reverse=True, type="sqrt")
-    size = size.legend(title="size, MiB", titleColor=charts.QUIET, titleFontWeight="normal")
-    thick = max(1.0, 260 / len(rows))
-    life = base.mark_rule(color=charts.GREY, strokeWidth=thick).encode(x, y, x2="gone:Q", tooltip=tips)
-    idle = base.mark_rule(strokeWidth=thick).encode(alt.X("rest:Q"), y, size, x2="again:Q", tooltip=tips)
-    return charts.finish(alt.layer(life, idle), height=260)
 
 
 # 4. The peak
@@ -304,9 +278,7 @@ def breakdown(study: Study) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for step in study.looked_into:
         answer = study.found(step)
-        runs = {"everything saved": answer.asked} | (
-            {f"plan for {ONE}": answer.found} if answer.found else {}
-        )
+        runs = {SAVED: answer.asked} | ({f"plan for {ONE}": answer.found} if answer.found else {})
         for name, c in runs.items():
             run = c.step.trace, c.planned.schedule, c.planned.timeline
             parts[f"{step.title}: {name}"] = peak_by_category(*run)
@@ -327,10 +299,10 @@ def against_batch(study: Study) -> tuple[Block, ...]:
         steps = [s for s in study.steps if s.model == model]
         for is_bytes, name in ((True, "peak memory"), (False, "iteration latency")):
             text = (
-                f"Blue: everything saved. Red: checkpointing by each planner for a budget of {ONE}, the dash; without "
-                f"a red bar, the planner has no plan within it. Predicted{steps[0].source}"
+                f"Grey: everything saved. Coloured: checkpointing by each planner for a budget of {ONE}, the dashes; "
+                f"without a bar, the planner has no plan within it. Predicted{steps[0].source}"
             )
-            spec = small_multiples(study, steps, is_bytes)
+            spec = by_planner(study, steps, is_bytes)
             blocks.append(Chart(spec, text, f"{TITLES.get(model, model)}: {name} against mini-batch size"))
     for folder, found in study.measured.items():
         first = next(iter(found.values()))
@@ -364,45 +336,16 @@ def against_batch(study: Study) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def small_multiples(study: Study, steps: Sequence[Step], is_bytes: bool) -> dict[str, Any]:
-    """A panel for each planner: bars by batch size, with and without it."""
-    alt = needed("altair")
-    ways = {"everything saved": charts.BLUE, "checkpointed": charts.RED}
-    runs = [
-        (named(planner), step.batch, way, c and c.planned.timeline, answer.budget_bytes or 0)
-        for planner in PLANNERS
-        for step in steps
-        for answer in (study.found(step, planner),)
-        for way, c in zip(ways, (answer.asked, answer.found), strict=True)
-    ]
-    values = [t and (t.peak_allocated_bytes if is_bytes else t.step_time_ns) for *_, t, _ in runs]
-    top = max(1, *(v or 0 for v in values))
-    unit, name = bytes_unit(top) if is_bytes else time_unit(top)
-    show: Callable[[int], str] = show_bytes if is_bytes else show_time
-    rows = [
-        (
-            planner,
-            batch,
-            way,
-            v and v / unit,
-            limit / unit if is_bytes else "",
-            "no plan" if v is None else show(v),
-        )
-        for (planner, batch, way, _, limit), v in zip(runs, values, strict=True)
-    ]
-    base = charts.drawn("planner:N batch:Q way:N size:Q budget:Q note:N", rows)
-    x = alt.X("batch:O").title("batch").axis(labelAngle=0)
-    y = alt.Y("size:Q").title(f"{'peak' if is_bytes else 'step'}, {name}")
-    tips = ["planner:N", "batch:Q", "way:N", "note:N"]
-    offset = alt.XOffset("way:N").sort(list(ways))
-    layers = [base.mark_bar().encode(x, y, offset, charts.colour("way", ways), tooltip=tips)]
-    if is_bytes:
-        tick = base.mark_tick(color=charts.INK, thickness=2, width={"band": 1})
-        layers.append(tick.encode(x, alt.Y("budget:Q"), tooltip=["budget:Q"]))
-    header = alt.Header(labelColor=charts.QUIET, labelFontSize=12)
-    column = alt.Column("planner:N").sort([named(p) for p in PLANNERS]).header(header).title(None)
-    spec: dict[str, Any] = alt.layer(*layers).properties(width=152, height=170).facet(column).to_dict()
-    return {k: v for k, v in spec.items() if k not in ("$schema", "config")} | {"spacing": 12}
+def by_planner(study: Study, steps: Sequence[Step], is_bytes: bool) -> dict[str, Any]:
+    """Bars by batch size: everything saved, and a plan of each planner."""
+    found = [(step, p, study.found(step, p)) for step in steps for p in PLANNERS]
+    runs = [(step, SAVED, study.found(step).asked) for step in steps]
+    runs += [(step, named(p), answer.found) for step, p, answer in found if answer.found]
+    lines = [(str(step.batch), way, c.planned.timeline) for step, way, c in runs]
+    bars = [(b, way, t.peak_allocated_bytes if is_bytes else t.step_time_ns) for b, way, t in lines]
+    look = {SAVED: charts.GREY, **{named(p): colour for p, colour in PLANNERS.items()}}
+    limits = {str(step.batch): answer.budget_bytes or 0 for step, _, answer in found} if is_bytes else None
+    return charts.grouped(bars, look, "peak" if is_bytes else "step", is_bytes=is_bytes, limits=limits)
 
 
 # 6. Planners and the bound
