@@ -11,14 +11,14 @@ need no torch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 
@@ -43,7 +43,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 def made(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """One row: measured by others, rehearsed, and by how much that is off."""
-    with environment(row.get("environment", {})):
+    with mock.patch.dict(os.environ, row.get("environment", {})):
         return {
             **told(name, row),
             "torch": find_cuda_torch().release,
@@ -55,18 +55,6 @@ def told(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """What the table says of a row."""
     out: dict[str, Any] = {"name": name, **{k: row[k] for k in ("source", "config", "figure", "gpu")}}
     return {**out, "measured": {f: row[f] for f in FIGURES if f in row}}
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables set while the body runs."""
-    before = {k: os.environ.get(k) for k in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for k, old in before.items():
-            os.environ.pop(k) if old is None else os.environ.update({k: old})
 
 
 def rehearsed(row: Mapping[str, Any]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from simulator.allocator.device import setting_of
 from simulator.core.problem import Problem, peak_by_category
 from simulator.history.diff import Diff
 from simulator.history.message import message_in
-from simulator.history.read import of_prediction, read
+from simulator.history.read import Source, of_prediction, read
 from simulator.history.run import around
 from simulator.history.snapshot import BACKWARD, EARLIER, history_of
 from simulator.history.why import why
@@ -156,8 +156,6 @@ def test_a_refusal_is_where_one_looks() -> None:
 
 
 def read_data(data: Any) -> Any:
-    from simulator.history.read import Source
-
     return Source(history=history_of(data, "s"), snapshot=data)
 
 
@@ -288,8 +286,6 @@ def test_why_a_trace_does_not_fit_and_what_would_make_it() -> None:
 
 
 def read_trace(c: Prediction) -> Any:
-    from simulator.history.read import Source
-
     return Source(history=of_prediction(c, "t"), prediction=c)
 
 

@@ -11,8 +11,17 @@ from typing import Any
 import click
 import pytest
 
+from executor.campaign.page import summary
+from executor.campaign.run import Book, Case, Method, Result
+from executor.cli.main import execute
+from simulator.cli.main import main as simulate
 from simulator.core.problem import Problem
-from tests.tiny import bwd, fwd, opt, trace
+from simulator.planners import DEFAULT, REGISTRY
+from simulator.prediction.ask import Question, ask
+from simulator.studies.sweep import Sweep, SweepRow
+from tests import tiny
+from tests.tiny import bwd, fwd, opt
+from tracer.cli.main import trace
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import SAVE, Action, Plan
 from traces.records.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS
@@ -69,7 +78,9 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def small_trace() -> Trace:
-    return trace([fwd({"a": 8}, "w"), fwd({"b": 4}, "a"), bwd({"g": 8}, "a", "b"), opt({}, "g")], {"w": 8})
+    return tiny.trace(
+        [fwd({"a": 8}, "w"), fwd({"b": 4}, "a"), bwd({"g": 8}, "a", "b"), opt({}, "g")], {"w": 8}
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,8 +130,6 @@ def measurement() -> Measurement:
 
 def keys_of(title: str) -> set[str]:
     """The keys that stand under a heading."""
-    from executor.campaign.run import Book, Case, Method, Result
-    from simulator.studies.sweep import Sweep, SweepRow
 
     def named(*kinds: Any) -> set[str]:
         return {f.name for kind in kinds for f in fields(kind)}
@@ -143,8 +152,6 @@ def test_every_key_of_a_record_is_documented(title: str) -> None:
 
 
 def test_every_key_of_a_campaigns_cases_is_documented() -> None:
-    from executor.campaign.run import Method
-
     text = section(FORMATS, "A campaign")
     assert [f.name for f in fields(Method) if f.name.replace("_", "-") not in text] == []
 
@@ -154,15 +161,7 @@ def test_every_key_of_a_campaigns_cases_is_documented() -> None:
 
 
 def groups() -> dict[str, click.Group]:
-    import executor.cli.main
-    import simulator.cli.main
-    import tracer.cli.main
-
-    return {
-        "trace": tracer.cli.main.trace,
-        "simulate": simulator.cli.main.main,
-        "execute": executor.cli.main.execute,
-    }
+    return {"trace": trace, "simulate": simulate, "execute": execute}
 
 
 def default_command(group: click.Group) -> click.Command:
@@ -219,16 +218,12 @@ def test_every_option_that_the_manuals_name_exists() -> None:
 
 
 def test_the_table_of_planners_is_the_registry() -> None:
-    from simulator.planners import DEFAULT, REGISTRY
-
     table = rows(section(MANUALS["simulator"], "Planners"))
     assert [*table] == [*REGISTRY]
     assert table[DEFAULT][0].startswith("The default")
 
 
 def test_every_key_of_simulates_json_is_documented() -> None:
-    from simulator.prediction.ask import Question, ask
-
     record = small_trace()
     data = ask(Problem(record), Question()).to_json()
     keys = {*data, *data["plan"], *data["untouched"], *ask(Problem(record), Question(budget=1)).to_json()}
@@ -257,9 +252,6 @@ def test_links_lead_somewhere(path: str) -> None:
 
 
 def test_the_accuracy_table_is_the_gallerys_campaign() -> None:
-    from executor.campaign.page import summary
-    from executor.campaign.run import Book
-
     _, shown, _ = MANUALS["executor"].split("<!-- campaign -->")
     told = summary(Book.load(GALLERY / "cpu-campaign" / "campaign.json")).splitlines()
     of_all = told[next(n for n, line in enumerate(told) if line.startswith("figure ")) :]

@@ -18,13 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor.report import write_measurement
 from simulator.allocator.device import setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.ask import Answer, Question
 from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
+from simulator.report import page as pages
 from simulator.report.page import Page, Section, Text, render
-from simulator.report.step import activations, at_peak
+from simulator.report.step import activations, at_peak, write_step
+from simulator.report.sweep import write_sweep
 from simulator.show.tables import Cell, Table
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
@@ -89,8 +92,6 @@ def reporting() -> None:
 
 @pytest.fixture
 def page(tmp_path: Path, reporting: None) -> str:
-    from simulator.report.step import write_step
-
     trace = tiny.chain(60, size=2**20, time_ns=1000)
     return write_step(
         tmp_path / "r.html", answered(trace, planned(trace, *range(3, 50, 2)), 45 * 2**20)
@@ -133,8 +134,6 @@ def test_a_browser_draws_every_chart_without_complaint(page: str, tmp_path: Path
 
 
 def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_step
-
     trace = names_replaced(tiny.chain(10, size=1000, time_ns=5), HOSTILE)
     plan = replace(planned(trace, 3, 5), meta=trace.meta, planner=HOSTILE)
     html = write_step(tmp_path / "r.html", answered(trace, plan, None)).read_text("utf-8")
@@ -207,8 +206,6 @@ def test_an_activation_costs_what_runs_only_for_others() -> None:
 
 
 def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_step
-
     trace = tiny.chain(2000, size=1_234_567, time_ns=987)
     path = write_step(tmp_path / "r.html", answered(trace, planned(trace, *range(3, 2000, 3)), 10**9))
     assert path.stat().st_size < 1_600_000
@@ -221,8 +218,6 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
 
 
 def test_an_empty_plan_and_no_times(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_step
-
     trace = tiny.chain(3, time_ns=0)
     assert write_step(tmp_path / "r.html", answered(trace, planned(trace), None)).is_file()
 
@@ -269,8 +264,6 @@ def series_of(spec: dict[str, object]) -> set[str]:
 def test_a_sweep_is_predicted_and_shows_the_activations_of_its_largest_batch(
     tmp_path: Path, reporting: None
 ) -> None:
-    from simulator.report.sweep import write_sweep
-
     trace = tiny.chain(9, size=1000, time_ns=10)
     store.save(trace, tmp_path / "t")
     planned(trace, 3).save(tmp_path / "plan.json")
@@ -320,8 +313,6 @@ def measurement(trace: Trace, **more: object) -> Measurement:
 
 
 def test_a_measurement_shows_signed_errors(tmp_path: Path, reporting: None) -> None:
-    from executor.report import write_measurement
-
     trace = tiny.chain(20, size=2**20, time_ns=1000)
     plan = planned(trace, 3, 5)
     html = write_measurement(tmp_path / "m.html", measurement(trace), trace, plan).read_text("utf-8")
@@ -334,8 +325,6 @@ def test_a_measurement_shows_signed_errors(tmp_path: Path, reporting: None) -> N
 
 
 def test_an_unverified_measurement_says_so(tmp_path: Path, reporting: None) -> None:
-    from executor.report import write_measurement
-
     trace = tiny.chain(5)
     for verified, words in ((False, "NOT equal to eager"), (None, "not verified")):
         m = measurement(
@@ -355,10 +344,7 @@ def test_an_unverified_measurement_says_so(tmp_path: Path, reporting: None) -> N
 def test_a_missing_package_is_named(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None
 ) -> None:
-    from simulator.report import page
-    from simulator.report.step import write_step
-
-    monkeypatch.setattr(page, "bundle", page.bundle.__wrapped__)  # which an earlier page has loaded
+    monkeypatch.setattr(pages, "bundle", pages.bundle.__wrapped__)  # which an earlier page has loaded
     monkeypatch.setitem(sys.modules, missing, None)
     trace = tiny.chain(3)
     with pytest.raises(EnvironmentProblem, match=re.escape("pip install 'lowtide[all]'")):
@@ -369,13 +355,11 @@ def test_a_missing_package_is_named(
 def test_the_bundle_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None) -> None:
     import vl_convert
 
-    from simulator.report import page
-
-    monkeypatch.setattr(page, "cache_from_source", lambda _: str(tmp_path / "page.pyc"))
+    monkeypatch.setattr(pages, "cache_from_source", lambda _: str(tmp_path / "page.pyc"))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    made = page.bundle.__wrapped__()
+    made = pages.bundle.__wrapped__()
     monkeypatch.setattr(vl_convert, "javascript_bundle", None)
-    assert page.bundle.__wrapped__() == made
+    assert pages.bundle.__wrapped__() == made
 
 
 def test_figures_read_well() -> None:

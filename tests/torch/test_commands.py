@@ -21,6 +21,7 @@ import tracer.api
 from executor.cli.main import execute
 from executor.measuring import Job, JobResult, perform, run_job
 from simulator.cli.main import main as simulate
+from simulator.core.problem import Problem
 from tests import tiny
 from tests.commands import ROOT, python
 from tests.torch import small_nets
@@ -188,8 +189,6 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
 
     monkeypatch.setattr(plans, "run_job", job)
     made = recorded(load_spec(MLP)).trace
-    from simulator.core.problem import Problem
-
     good = replace(plan, actions=recompute_all(Problem(made))).to_json()
     good["actions"][0]["evict_after"] = [20]
     crashes = []

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,9 +118,6 @@ class Block(nn.Module):
 
 def sharded(rank: int, order: str, plan: Plan) -> list[torch.Tensor]:
     """Five steps of three blocks under `fully_shard`, each with a plan from before it or after it, or without one."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model, mesh = nn.Sequential(*(Block() for _ in range(3))), init_device_mesh("cpu", (2,))
     for block in model:
@@ -141,9 +140,6 @@ def sharded(rank: int, order: str, plan: Plan) -> list[torch.Tensor]:
 
 def sharded_root(rank: int, plan: Plan) -> tuple[bool, list[str]]:
     """Whether a planned model that is sharded as one trains as without, and what is said where its blocks are, too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh, found = init_device_mesh("cpu", (2,)), []
     for planned in (False, True):
         torch.manual_seed(0)
@@ -171,9 +167,6 @@ def resharded(
 ) -> tuple[list[Any], list[Any]]:
     """Two steps of blocks under `fully_shard` that reshard after forward as the script says, or the plans; losses and
     gradients, and which blocks are in shards behind each forward, the last of them without plans again."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model, mesh = Blocks(), init_device_mesh("cpu", (2,))
     if order == "before" and plans is not None:
@@ -224,9 +217,6 @@ def in_blocks(
 ) -> tuple[list[torch.Tensor], int]:
     """Three steps under `fully_shard` or DistributedDataParallel, of the blocks by plans from before or after it, or
     without; the losses, gradients, parameters and the random state, and the steady peak in bytes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model: Any = Blocks()
     with cpu_loop() as loop:

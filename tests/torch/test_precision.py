@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from torch import nn
 from torch.nn import functional
 
 import executor.measuring as measuring
+import executor.verifying as module
 from executor import fit
 from executor.measuring import Job, perform
 from executor.training.module import apply_plan
 from executor.verifying import KINDS, SCALER, verify
 from simulator.core.problem import Problem
 from tests.torch import small_nets
-from tests.torch.steps import measured, random_actions, recompute_all, recorded
+from tests.torch.steps import build_of, measured, random_actions, recompute_all, recorded
 from tracer.measure.step import measure
 from tracer.precision.policy import Autocast, ambient, parse_policy
 from tracer.record.program import program_of
@@ -167,8 +169,6 @@ class OwnAutocast(nn.Module):
 
 
 def own_autocast() -> BuildStep:
-    from tests.torch.steps import build_of
-
     def make() -> tuple[Any, Any, Any, Any]:
         model = OwnAutocast()
         batch = torch.randn(16, 24), torch.randn(16, 24)
@@ -187,8 +187,6 @@ def own_autocast() -> BuildStep:
     ],
 )
 def test_a_planned_step_is_bit_equal_to_eager_s(make: Callable[[], BuildStep]) -> None:
-    import random
-
     spec = make()
     trace = recorded(spec).trace
     outcome = verify(spec, Plan(meta=trace.meta, actions=random_actions(trace, random.Random(3))), "cpu", 3)
@@ -236,8 +234,6 @@ def test_a_step_that_overflows_is_skipped_as_in_eager() -> None:
 
 
 def test_verification_notices_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    import executor.verifying as module
-
     spec = load_spec(OVERFLOWING)
     plan = all_recomputed(recorded(spec).trace)
     original = module._train

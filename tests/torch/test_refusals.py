@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,7 @@ from executor.verifying import verify
 from simulator.core.problem import Problem
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
 from tracer import trace
+from tracer.step.context import made_with_values
 from tracer.step.user_errors import is_library
 from traces.errors import CaptureError, OptimizerError, SpecError
 
@@ -164,15 +166,11 @@ class Stack(nn.Module):
         return self.layers(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
 
 
-class Density(nn.Module):
+class Density(nn.Linear):
     """Returns an object with a tensor in it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
     def forward(self, x: torch.Tensor) -> Any:
-        y = self.a(x)
+        y = super().forward(x)
         return y, torch.distributions.Normal(y, 1.0, validate_args=False)
 
 
@@ -222,7 +220,8 @@ REFUSED: dict[str, tuple[Any, Any, Any, str]] = {  # a model, a batch, a loss, a
     "a value from the time of building": (Counting, row, None, rf"(?s){LINE}.*float\(self\.steps\)"),
     "a mask that torch asks": (Stack, lambda: torch.randn(2, 3, 4), None, r"self\.layers\(x, x, tgt_mask="),
     "hidden tensors": (
-        Density, row, lambda out: out[0].sum() - out[1].log_prob(torch.zeros(2, 4)).sum(), f"a Normal, {HIDDEN}",
+        lambda: Density(4, 4), row, lambda out: out[0].sum() - out[1].log_prob(torch.zeros(2, 4)).sum(),
+        f"a Normal, {HIDDEN}",
     ),
     "another mapping": (lambda: Named(4, 4), row, lambda out: out[0]["out"].sum(), f"a Results, {HIDDEN}"),
     "an op with an effect": (Factors, lambda: (row(), torch.randn(2, 2)), functional.mse_loss, "by tokens"),
@@ -305,10 +304,6 @@ def test_a_loss_that_takes_a_gradient_through_the_model(create_graph: bool) -> N
 
 def test_a_model_that_asks_for_values_or_sizes_when_it_is_made_is_made_in_memory_first() -> None:
     """As timm's RegNets ask for the widths that differ."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from tracer.step.context import made_with_values
-
     for ask in (lambda: torch.arange(4).unique(), lambda: torch.arange(4).sum().item()):
 
         def make(ask: Any = ask) -> nn.Module:
