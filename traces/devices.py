@@ -44,6 +44,7 @@ class Device:
     launch_ns: int = LAUNCH_NS  # least time between the starts of two dependent kernels
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
+    memory_mhz: int = 0  # the clock of its memory, by which cuDNN weighs moving against computing
     l2_bytes: int = 0  # its cache, by which some kernels choose their tiles
     host_bytes_per_s: int = 12 * GIGA  # pinned; 80 % of PCI Express 3, 4, 5; measured on an H200 alone
     nvlink_bytes_per_s: int = 0  # that a collective of one machine's GPUs reaches; 0: they have none
@@ -94,6 +95,7 @@ def devices() -> tuple[Device, ...]:
             source=row["source"],
             sm=tuple(row.get("sm", (0, 0))),
             multiprocessors=row.get("multiprocessors", 0),
+            memory_mhz=row.get("memory_mhz", 0),
             l2_bytes=row.get("l2_mib", 0) * MIB,
             host_bytes_per_s=row.get("host_gb_per_s", 12) * GIGA,
             nvlink_bytes_per_s=row.get("nvlink_gb_per_s", 0) * GIGA,

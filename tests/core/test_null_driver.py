@@ -98,8 +98,7 @@ assert d.cudaMalloc(ctypes.byref(q), ctypes.c_size_t(900)) == 0
 byte, four = ctypes.c_ubyte(9), ctypes.c_int(9)
 assert d.cudaMemcpy(ctypes.byref(four), q, ctypes.c_size_t(4), 2) == 0 and four.value == 0
 assert d.cudaMemcpy(ctypes.byref(byte), q, ctypes.c_size_t(1), 2) == 0 and byte.value == 1
-seven = ctypes.c_int(7)
-d.cudaMemcpy(q, ctypes.byref(seven), ctypes.c_size_t(4), 1)
+d.cudaMemcpy(q, ctypes.byref(ctypes.c_int(7)), ctypes.c_size_t(4), 1)
 assert d.cudaMemcpy(ctypes.byref(four), q, ctypes.c_size_t(4), 2) == 0 and four.value == 7  # the host wrote it itself
 d.cudaLaunchKernel(None, *[0] * 9)  # which may change it
 assert d.cudaMemcpy(ctypes.byref(four), q, ctypes.c_size_t(4), 2) == 0 and four.value == 0
@@ -110,9 +109,10 @@ d.cudaStreamCreate(ctypes.byref(s)); d.cudaEventCreate(ctypes.byref(e)); d.cudaE
 assert d.cudaEventQuery(e) == 600  # the device lags
 d.cudaStreamWaitEvent(None, e, 0); d.cudaEventRecord(e, None) ; d.cudaStreamSynchronize(None)
 assert d.cudaEventQuery(e) == 0
+groups = (ctypes.c_int * 24)()
+assert d._ZN8mb_tools11hasValidVSLERKSt5arrayIiLm24EE(groups) and list(groups[:9]) == [16] * 7 + [14, 6]
 """
-    python("-c", code, LOWTIDE_NULL_MEMORY="1000", LOWTIDE_NULL_CONTEXT="100")
-    assert ctypes.sizeof(ctypes.c_void_p) == 8
+    python("-c", code, LOWTIDE_NULL_MEMORY="1000", LOWTIDE_NULL_CONTEXT="100", LOWTIDE_NULL_MULTIPROCESSORS="132")
 
 
 @LINUX
@@ -135,8 +135,7 @@ def test_a_driver_is_found_again_by_the_very_text_that_is_compiled(
 def test_every_gpu_of_the_table_can_be_rehearsed() -> None:
     for gpu in devices():
         if gpu.kind == "cuda":
-            assert architecture(gpu)["threads"] >= 1024
-            assert gpu.l2_bytes
+            assert architecture(gpu)["threads"] >= 1024 and gpu.l2_bytes and gpu.memory_mhz
     with pytest.raises(SpecError, match="no NVIDIA GPU"):
         architecture(device("cpu"))
 

@@ -308,12 +308,15 @@ def test_models_by_name_run_and_become_steady(model: str, options: dict[str, Any
 
 CONVOLVED = """
 import os, torch
-x, w = torch.zeros(32, 3, 224, 224, device="cuda"), torch.zeros(64, 3, 7, 7, device="cuda")
-torch.cuda.reset_peak_memory_stats()
-before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-y = torch.nn.functional.conv2d(x, w, stride=2, padding=3)
-torch.cuda.empty_cache()
-print("WORKSPACE", torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - y.nbytes)
+def workspace(image, weight, **options):
+    x, w = torch.zeros(image, device="cuda"), torch.zeros(weight, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    y = torch.nn.functional.conv2d(x, w, **options)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - y.nbytes
+print("WORKSPACE", workspace((32, 3, 224, 224), (64, 3, 7, 7), stride=2, padding=3))
+print("PRODUCT", workspace((32, 256, 14, 14), (1024, 256, 1, 1)))
 q = torch.zeros(2, 8, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
     torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
@@ -325,14 +328,15 @@ os._exit(0)  # backward's thread may want the interpreter while that ends, and t
 def test_cudnn_itself_tells_its_workspaces(tmp_path: Path) -> None:
     """It plans for the GPU that is described to it: here the first convolution of a ResNet, and attention.
 
-    On an H100 it chooses a kernel for channels last, and copies image, weight and result there and back.
+    On an H100 it chooses a kernel for channels last, and copies image, weight and result there and back; a convolution
+    that is a product of matrices it gives to cuBLASLt.
     """
     command = ["rehearse", "--gpu", "h100", "--", "python", script(tmp_path, CONVOLVED)]
     done = python("-m", "executor", *command)
-    told = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("WORK", "GRAD")))
+    told = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("WORK", "PROD", "GRAD")))
     images, weight, result = 4 * 32 * 3 * 224 * 224, 4 * 64 * 3 * 7 * 7, 4 * 32 * 64 * 112 * 112
     assert images + weight + result <= int(told["WORKSPACE"]) < images + weight + result + MIB
-    assert told["GRADIENT"] == "True"
+    assert (told["PRODUCT"], told["GRADIENT"]) == ("0", "True")
 
 
 @pytest.mark.slow

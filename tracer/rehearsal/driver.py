@@ -164,7 +164,6 @@ def _compiled_for(torch: CudaTorch, gpu: Device) -> int:
 def driver_environment(torch: CudaTorch, gpu: Device, *, devices: int = 1) -> dict[str, str]:
     """The variables under which a fresh process finds so many such GPUs, and torch's CUDA code runs without one."""
     place = driver_directory(torch)
-    limits = architecture(gpu)
     own = os.pathsep.join(str(place / n) for n in (LIBRARY, MANAGEMENT, _compiler_library(torch.cuda[0])))
     before = os.environ.get("LD_PRELOAD", "")
     values = {
@@ -172,12 +171,10 @@ def driver_environment(torch: CudaTorch, gpu: Device, *, devices: int = 1) -> di
         "MINOR": gpu.sm[1],
         "MULTIPROCESSORS": gpu.multiprocessors,
         "MEMORY": gpu.memory_bytes,
+        "MEMORY_MHZ": gpu.memory_mhz,
         "CONTEXT": CONTEXT_BYTES,
         "L2": gpu.l2_bytes,
-        "THREADS": limits["threads"],
-        "BLOCKS": limits["blocks"],
-        "SHARED": limits["shared_bytes"],
-        "SHARED_OPTIN": limits["block_shared_bytes"],
+        **{k.upper(): v for k, v in architecture(gpu).items() if k != "sm"},
         "COUNT": devices,
         "BINARY": _compiled_for(torch, gpu),
         "CUDA": torch.cuda[0] * 1000 + torch.cuda[1] * 10,

@@ -21,7 +21,7 @@ _NOT_OURS: Final = re.compile(r"cuFile\w*")
 # What the real libraries answer without a device.
 _REAL: Final = re.compile(
     r"cublasLtGet(Cudart)?Version|\w*Get(LastErrorString|ErrorString|StatusString|StatusName|Property|CudartVersion)|"
-    r"cudnnBackendGetAttribute|cudnnGetVersion|ncclGetVersion|ncclGetLastError"
+    r"cudnnBackendGetAttribute|cudnnGetVersion|cudnn\w+(Tensor|Filter)(Nd)?Descriptor|ncclGetVersion|ncclGetLastError"
 )
 _CREATES: Final = re.compile(r"(cublas|cudnn|cusolver|cusparse)(?!Get)\w*[cC]reate\w*")
 # These give results to the host, or sizes, by pointers that somebody has to know.

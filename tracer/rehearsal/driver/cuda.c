@@ -29,7 +29,7 @@ static struct {
   char name[128];
   int major, minor, multiprocessors, threads, blocks, shared, shared_optin, l2, bus_bits, clock_khz, memory_khz, count;
   unsigned long long memory, context;  // bytes of the device, and of them what a process has before it asks
-} gpu = {"no GPU", 9, 0, 132, 2048, 32, 233472, 232448, 52428800, 5120, 1980000, 2619000, 1, 80ull << 30, 0};
+} gpu = {"no GPU", 9, 0, 132, 2048, 32, 233472, 232448, 52428800, 5120, 1980000, 0, 1, 80ull << 30, 0};
 static unsigned long long total[MAX_DEVICES], used[MAX_DEVICES];
 
 unsigned long long null_setting(const char *key, unsigned long long otherwise) {
@@ -47,9 +47,10 @@ __attribute__((constructor)) static void boot(void) {
   gpu.multiprocessors = null_setting("MULTIPROCESSORS", gpu.multiprocessors);
   gpu.threads = null_setting("THREADS", gpu.threads);
   gpu.blocks = null_setting("BLOCKS", gpu.blocks);
-  gpu.shared = null_setting("SHARED", gpu.shared);
-  gpu.shared_optin = null_setting("SHARED_OPTIN", gpu.shared_optin);
+  gpu.shared = null_setting("SHARED_BYTES", gpu.shared);
+  gpu.shared_optin = null_setting("BLOCK_SHARED_BYTES", gpu.shared_optin);
   gpu.l2 = null_setting("L2", gpu.l2);
+  gpu.memory_khz = 1000 * null_setting("MEMORY_MHZ", 2619);
   gpu.count = null_setting("COUNT", gpu.count);
   binary = null_setting("BINARY", 10 * gpu.major + gpu.minor);
   if (gpu.count > MAX_DEVICES) gpu.count = MAX_DEVICES;

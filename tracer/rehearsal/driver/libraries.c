@@ -1,5 +1,6 @@
 // What of cuBLAS, cuDNN and cuFFT answers something. Functions that only compute, or set what nobody asks for,
 // are made by tracer/rehearsal/stubs.py, as are those that nobody wrote yet, which say so.
+#define _GNU_SOURCE
 #include "null.h"
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -23,6 +24,18 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, void *op, void *a, void *b, void *c,
   memset(out, 0, sizeof *out);
   *found = 1;
   return OK;
+}
+int cublasLtCreate(void **handle) {
+  *handle = null_handle();
+  return OK;
+}
+int cublasLtDestroy(void *handle) { return OK; }
+// cuDNN's engines look cuBLASLt's functions up in the library itself, which has no device: they get ours, as torch does.
+__attribute__((optimize("O2"))) void *dlsym(void *library, const char *name) {  // a jump at its end keeps who asks
+  static void *(*real)(void *, const char *);
+  if (!real) real = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5");
+  void *ours = strncmp(name, "cublasLt", 8) ? 0 : real(dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD), name);
+  return ours ? ours : real(library, name);
 }
 
 // ---- cuDNN: handles and their streams -------------------------------------------------------------------------------
@@ -103,11 +116,18 @@ int cudnnBackendDestroyDescriptor(void *descriptor) {
   closed(descriptor);
   return real("cudnnBackendDestroyDescriptor")(descriptor);
 }
+// From Hopper on engines split their work by how many clusters of blocks run at once, for which cuDNN asks a device how its
+// multiprocessors are grouped. The description has no word for it, so they are as on an H200 (traces/gallery/h200): by 16,
+// but one group of 14 and one of what is left.
+int _ZN8mb_tools11hasValidVSLERKSt5arrayIiLm24EE(int groups[24]) {
+  int left = null_setting("MULTIPROCESSORS", 0);
+  for (int k = 0; k < 24 && left > 0; left -= groups[k++]) groups[k] = left >= 32 ? 16 : left > 14 ? 14 : left;
+  return groups[0] > 0;
+}
 int cudnnBackendExecute(void *handle, void *plan, void *arguments) { return OK; }
 
 // ---- cuDNN's older functions: batch norm, recurrent nets, CTC ---------------------------------------------------------
 
-typedef struct { int type, format, dims, size[8], stride[8]; } Tensor;  // of tensors and filters
 static int made(void **descriptor, size_t size) {
   *descriptor = calloc(1, size);
   return OK;
@@ -115,34 +135,6 @@ static int made(void **descriptor, size_t size) {
 static int destroyed(void *descriptor) {
   free(descriptor);
   return OK;
-}
-int cudnnCreateTensorDescriptor(void **t) { return made(t, sizeof(Tensor)); }
-int cudnnCreateFilterDescriptor(void **t) { return made(t, sizeof(Tensor)); }
-int cudnnDestroyTensorDescriptor(void *t) { return destroyed(t); }
-int cudnnDestroyFilterDescriptor(void *t) { return destroyed(t); }
-int cudnnSetTensorNdDescriptor(Tensor *t, int type, int dims, const int *size, const int *stride) {
-  t->type = type;
-  t->dims = dims < 8 ? dims : 8;
-  memcpy(t->size, size, t->dims * sizeof(int));
-  memcpy(t->stride, stride, t->dims * sizeof(int));
-  return OK;
-}
-int cudnnSetFilterNdDescriptor(Tensor *t, int type, int format, int dims, const int *size) {
-  t->format = format;
-  return cudnnSetTensorNdDescriptor(t, type, dims, size, size);
-}
-int cudnnGetTensorNdDescriptor(const Tensor *t, int room, int *type, int *dims, int *size, int *stride) {
-  int n = t->dims < room ? t->dims : room;
-  *type = t->type;
-  *dims = t->dims;
-  memcpy(size, t->size, n * sizeof(int));
-  memcpy(stride, t->stride, n * sizeof(int));
-  return OK;
-}
-int cudnnGetFilterNdDescriptor(const Tensor *t, int room, int *type, int *format, int *dims, int *size) {
-  int stride[8];
-  *format = t->format;
-  return cudnnGetTensorNdDescriptor(t, room, type, dims, size, stride);
 }
 static int none(size_t *size, const char *subject) {
   null_assumed(subject);
@@ -202,15 +194,15 @@ int cudnnGetRNNWeightSpaceSize(void *h, const Rnn *r, size_t *size) {
   *size = item(r->type) * (before(r, all) + (r->bias ? (int64_t)all * 2 * gates(r) * r->hidden : 0));
   return OK;
 }
-int cudnnGetRNNWeightParams(void *h, const Rnn *r, int layer, size_t size, const char *weights, int which, Tensor *matrix, char **matrix_at, Tensor *bias, char **bias_at) {
+int cudnnGetRNNWeightParams(void *h, const Rnn *r, int layer, size_t size, const char *weights, int which, void *matrix, char **matrix_at, void *bias, char **bias_at) {
   int g = gates(r), all = r->layers * (r->both_ways ? 2 : 1), projection = which == 2 * g, of_state = which >= g;
   int64_t at = before(r, layer) + (int64_t)r->hidden * (which < g ? which * columns(r, layer, 0) : g * columns(r, layer, 0) + (which - g) * columns(r, layer, 1));
   int rows[3] = {1, projection ? r->projection : r->hidden, projection ? r->hidden : (int)columns(r, layer, of_state)}, vector[3] = {1, r->hidden, 1};
   int64_t bias_place = before(r, all) + ((int64_t)layer * 2 * g + which) * r->hidden;
   // torch asks for one of the two at a time.
-  if (matrix) cudnnSetTensorNdDescriptor(matrix, r->type, 3, rows, rows);
+  if (matrix) real("cudnnSetTensorNdDescriptor")(matrix, r->type, 3, rows, rows);
   if (matrix_at) *matrix_at = projection && (r->projection <= 0 || r->projection == r->hidden) ? 0 : (char *)weights + item(r->type) * at;
-  if (bias) cudnnSetTensorNdDescriptor(bias, r->type, 3, vector, vector);
+  if (bias) real("cudnnSetTensorNdDescriptor")(bias, r->type, 3, vector, vector);
   if (bias_at) *bias_at = r->bias && !projection ? (char *)weights + item(r->type) * bias_place : 0;
   return OK;
 }
