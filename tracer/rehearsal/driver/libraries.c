@@ -154,7 +154,10 @@ int cudnnGetCTCLossWorkspaceSize(void *h, void *p, void *g, const int *l, const 
   return none(size, "cuDNN's CTC loss");
 }
 int cudnnGetCTCLossWorkspaceSize_v8(void *h, int algo, void *d, void *p, void *g, size_t *size) { return none(size, "cuDNN's CTC loss"); }
-int cudnnDropoutGetStatesSize(void *h, size_t *size) { return none(size, "cuDNN's dropout"); }
+int cudnnDropoutGetStatesSize(void *h, size_t *size) {  // one for each thread that the device holds, as on an H200
+  *size = 24 * null_setting("MULTIPROCESSORS", 0) * null_setting("THREADS", 0);
+  return OK;
+}
 
 typedef struct { int cell, bias, both_ways, type, input, hidden, projection, layers; } Rnn;
 typedef struct { int type, longest, batch, width; } RnnData;
@@ -171,9 +174,10 @@ int cudnnSetRNNDataDescriptor(RnnData *r, int type, int layout, int longest, int
   return OK;
 }
 static size_t item(int type) { return type == 1 || type == 6 ? 8 : type == 2 || type == 9 ? 2 : 4; }  // cudnnDataType_t
-// cuDNN alone knows workspace and reserve, and has published neither. Assumed: for backward the gates, the state and, of an
-// LSTM, the cell of each step, layer and direction; while it runs, the gates of one layer. By cell: relu, tanh, LSTM, GRU.
-static const int GATES[] = {1, 1, 4, 3}, RESERVED[] = {2, 2, 6, 4};
+// cuDNN alone knows workspace and reserve, and has published neither. Assumed, by an LSTM on an H200 (traces/gallery/h200): for
+// backward the gates of each step, layer and direction, the cell of an LSTM, the state of others, and what goes from layer to
+// layer; while it runs, the gates. By cell: relu, tanh, LSTM, GRU.
+static const int GATES[] = {1, 1, 4, 3}, RESERVED[] = {2, 2, 5, 4};
 static int gates(const Rnn *r) { return GATES[r->cell]; }
 // The weights of one layer and direction: `gates` matrices for the input, as many for the state, a projection.
 static int64_t columns(const Rnn *r, int layer, int of_state) {
@@ -209,8 +213,8 @@ int cudnnGetRNNWeightParams(void *h, const Rnn *r, int layer, size_t size, const
 int cudnnGetRNNTempSpaceSizes(void *h, const Rnn *r, int training, const RnnData *x, size_t *workspace, size_t *reserve) {
   null_assumed("cuDNN's recurrent nets");
   size_t states = (size_t)x->longest * x->batch * (r->both_ways ? 2 : 1) * r->hidden * item(r->type);
-  if (workspace) *workspace = states * gates(r);
-  if (reserve) *reserve = training ? states * r->layers * RESERVED[r->cell] : 0;
+  if (workspace) *workspace = states * r->layers * gates(r);
+  if (reserve) *reserve = training ? states * (r->layers * (RESERVED[r->cell] + 1) - 1) : 0;
   return OK;
 }
 
