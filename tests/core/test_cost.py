@@ -82,7 +82,7 @@ def test_the_table_is_plausible(entry: Device) -> None:
     assert 10**10 <= entry.bandwidth_bytes_per_s <= 10**13
     assert 2**33 < entry.memory_bytes < 2**38
     assert entry.flops_per_s["float32"] <= entry.flops_per_s["float16"]
-    assert bool(entry.multiprocessors) is bool(entry.l2_bytes) is (entry.kind == "cuda")
+    assert bool(entry.multiprocessors * entry.l2_bytes * entry.memory_mhz) is (entry.kind == "cuda")
     assert entry.source
     # Between the peaks, the balance of flops to bytes: between 5 and 500 for float32.
     assert 5 < entry.flops_per_s["float32"] / entry.bandwidth_bytes_per_s < 500

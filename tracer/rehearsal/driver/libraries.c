@@ -120,7 +120,7 @@ int cudnnBackendDestroyDescriptor(void *descriptor) {
 // multiprocessors are grouped. The description has no word for it, so they are as on an H200 (traces/gallery/h200): by 16,
 // but one group of 14 and one of what is left.
 int _ZN8mb_tools11hasValidVSLERKSt5arrayIiLm24EE(int groups[24]) {
-  int left = null_setting("MULTIPROCESSORS", 0);
+  int left = null_setting("MULTIPROCESSORS", 132);
   for (int k = 0; k < 24 && left > 0; left -= groups[k++]) groups[k] = left >= 32 ? 16 : left > 14 ? 14 : left;
   return groups[0] > 0;
 }
