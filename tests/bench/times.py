@@ -15,7 +15,7 @@ import csv
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,11 +105,6 @@ def predicted_ms(found: dict[str, Any]) -> float:
     return sum(c.time_ns for c in costs_of(ops, [0] * len(ops), device(found["gpu"]))) / 1e6
 
 
-def median(found: Iterable[dict[str, Any]]) -> float:
-    """The median of the errors' sizes, in percent."""
-    return statistics.median(abs(r["off"]) for r in found)
-
-
 def halves(found: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Every second row of each GPU, and the others."""
     by_gpu = sorted(found, key=lambda r: r["gpu"])
@@ -136,10 +131,9 @@ def main(output: Path) -> None:
     for r in found:
         r["off"] = 100 * (predicted_ms(r) / r["ms"] - 1)
     for gpu in ("", *sorted({r["gpu"] for r in found})):
-        fitted, judged = halves([r for r in found if gpu in ("", r["gpu"])])
-        told = f"{len(fitted):3} fitted rows {median(fitted):5.1f} %"
-        told += f", {len(judged):3} others {median(judged):5.1f} %" if judged else ""
-        click.echo(f"{gpu or 'all':9} median error of {told}")
+        parts = [part for part in halves([r for r in found if gpu in ("", r["gpu"])]) if part]
+        told = [f"{statistics.median(abs(r['off']) for r in part):5.1f} % of {len(part):3}" for part in parts]
+        click.echo(f"{gpu or 'all':9} median error: {', others '.join(told)} rows")
     for r in found:
         click.echo(f"{r['off']:+5.0f} % beside {r['ms']:8.2f} ms: {' '.join(r[k] for k in KEYS if r[k])}")
 
