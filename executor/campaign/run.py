@@ -28,10 +28,10 @@ from traces.progress import Say, counted, counting, silent
 from traces.provenance import REHEARSED
 from traces.records import store
 from traces.records.measurement import Measurement
+from traces.shapes import MARKS
 
 PACKAGED: Final = Path(__file__).resolve().parent
 NONE: Final = "none"  # as a budget: everything saved
-SHORT: Final = {"batch_size": "b", "seq_len": "s", "image_size": "px"}
 Count = Annotated[int, msgspec.Meta(ge=0)]
 OneOrMore = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -48,11 +48,9 @@ class Case:
     @property
     def label(self) -> str:
         """The case in a line: `resnet50 b8 px64 amp bfloat16 60% search`."""
-        marks = {k: SHORT.get(k, f"{k.replace('_', '-')} ") for k in sorted(self.options)}
+        options = (f"{MARKS.get(k, k.replace('_', '-') + ' ')}{v}" for k, v in sorted(self.options.items()))
         plan = "save-all" if self.budget == NONE else f"{self.budget} {self.planner}"
-        return " ".join(
-            [short_name(self.model), *(f"{mark}{self.options[k]}" for k, mark in marks.items()), plan]
-        )
+        return " ".join((short_name(self.model), *options, plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,8 +257,7 @@ def in_words(found: Rehearsal) -> str:
         f"  {fits}: {show_bytes(found.gpu_bytes)} of {show_bytes(found.memory_bytes)} ({found.gpu}), as by nvidia-smi",
     ]
     if found.alive:
-        lines.append(f"  at the peak: {_held(found)}")
-        lines.append("  by the line that asked for it:")
+        lines += [f"  at the peak: {_held(found)}", "  by the line that asked for it:"]
     for row in found.alive[:MOST_LINES]:
         line = row.line or "(torch itself)"
         lines.append(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")

@@ -74,22 +74,14 @@ class FirstBatchCallback:
         """Let a module be planned at its first training call, in a loop with this optimizer, which else does what
         `loop_around` says; the loss is for where none was given."""
 
+        within: dict[str, Any] = {"budget": self.budget, "seconds": self.seconds, "say": self.say}
+
         def first(module: nn.Module, args: Any, kwargs: Any) -> Compiler:
             call = SplitBatch(args=args, kwargs=kwargs, loss=self.loss or loss or loss_of, loss_inputs=())
-            found = plan_step(
-                module,
-                call,
-                None,
-                bare_optimizer(optimizer, module),
-                budget=self.budget,
-                budget_of=self.budget_of,
-                loop=loop,
-                seconds=self.seconds,
-                say=self.say,
-            )
+            bare = bare_optimizer(optimizer, module)
+            found = plan_step(module, call, None, bare, budget_of=self.budget_of, loop=loop, **within)
             return compiler_of(found, module, self.on_mismatch)
 
-        within: dict[str, Any] = {"budget": self.budget, "seconds": self.seconds, "say": self.say}
         made = Compiler(parts=self.parts, on_mismatch=self.on_mismatch, **within)
         install(module, made, first=None if self.parts else first)
 

@@ -187,9 +187,8 @@ def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMem
     return Setting(settings=settings, alloc_conf=text, device=device)
 
 
-GROWING: Final = (
-    "expandable_segments:True"  # what helps most against fragmentation, where torch can map memory
-)
+# What helps most against fragmentation, where torch can map memory.
+GROWING: Final = "expandable_segments:True"
 
 
 def settings_to_try(meta: TraceMeta, setting: Setting) -> tuple[Setting, ...]:

@@ -63,16 +63,12 @@ class Format:
         inside = [min(CHUNK, -(-elements // GROUP) * GROUP) * 4] * buffers + [table] * self.of_activations
         return (made, *inside, *(-n for n in reversed(inside)))
 
-    def pack_bytes_moved(self, elements: int, item_bytes: int) -> int:
-        """Bytes that packing reads and writes.
+    def bytes_moved(self, elements: int, item_bytes: int, moves: int) -> int:
+        """Bytes that packing reads and writes, or unpacking, by its `moves`.
 
         Counts: every pass over the numbers. Ignores: passes over scales; what stays in a cache between passes.
         """
-        return elements * (item_bytes + self.pack_moves) + self.payload_bytes(elements)
-
-    def unpack_bytes_moved(self, elements: int, item_bytes: int) -> int:
-        """Bytes that unpacking reads and writes."""
-        return elements * (item_bytes + self.unpack_moves) + self.payload_bytes(elements)
+        return elements * (item_bytes + moves) + self.payload_bytes(elements)
 
 
 _FLOATS: Final = ("float32", "bfloat16", "float16")

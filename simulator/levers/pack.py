@@ -78,7 +78,8 @@ def costs(trace: Trace, s: int, format: str) -> tuple[int, int]:
     n = math.prod(sts.shape[s])
     item = ITEM_BYTES.get(sts.dtype[s], 1)
     unpacked = 1 + (format == "bits" and sts.last_forward_use[s] >= 0)
-    moved = rule.pack_bytes_moved(n, item) + unpacked * rule.unpack_bytes_moved(n, item)
+    moved = rule.bytes_moved(n, item, rule.pack_moves)
+    moved += unpacked * rule.bytes_moved(n, item, rule.unpack_moves)
     return sts.nbytes[s] - rule.payload_bytes(n), moved
 
 
@@ -233,7 +234,7 @@ class Packing:
         name, nbytes = f"{self.made_by.name}_packed{self.suffix}", rule.payload_bytes(n)
         payload = Value(name=name, nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION)
         given = Taken(self.made_by, self.value), self.told
-        events, moved = rule.pack_events(n, item), rule.pack_bytes_moved(n, item)
+        events, moved = rule.pack_events(n, item), rule.bytes_moved(n, item, rule.pack_moves)
         return self._op("pack", FORWARD, given, payload, events, moved)
 
     def _unpack(self, pack: Op, phase: str) -> Op:
@@ -241,7 +242,7 @@ class Packing:
         name = f"{self.made_by.name}_unpacked{self.suffix}{'_in_forward' if phase == FORWARD else ''}"
         again = replace(self.value, name=name, category=ACTIVATION, producer=None, hold=None)
         given = Taken(pack, pack.writes[0]), self.told, Layout(self.value)
-        events, moved = rule.unpack_events(n, item), rule.unpack_bytes_moved(n, item)
+        events, moved = rule.unpack_events(n, item), rule.bytes_moved(n, item, rule.unpack_moves)
         return self._op("unpack", phase, given, again, events, moved)
 
     def _op(

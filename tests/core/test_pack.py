@@ -60,7 +60,7 @@ def test_it_is_packed_after_forwards_last_reader_and_unpacked_before_backwards_f
     assert (made.storages.nbytes[back], made.storages.shape[back]) == (4 * N, (64, N // 64))
     assert made.meta.forward_ops == t.meta.forward_ops + (1 if t.meta.forward_ops else 0)
     # Eight ops of 8 N bytes each take 12 ns.
-    moved = FORMATS["int8"].pack_bytes_moved(N, 4)
+    moved = FORMATS["int8"].bytes_moved(N, 4, FORMATS["int8"].pack_moves)
     assert made.ops.time_ns[2] == at_rate(pass_rate(t), moved) == -(-moved * 12 // (64 * N))
 
 
