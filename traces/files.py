@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,20 +52,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, name):
             error.filename = str(path)
         raise
-
-
-@contextlib.contextmanager
-def directory_beside(place: Path) -> Iterator[Path]:
-    """An empty directory beside `place` for what is to stand there; gone in the end if the body has not moved it.
-
-    Parents are made. Nothing else is ever removed.
-    """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def umask() -> int:

@@ -112,8 +112,6 @@ def run_fresh(
             + (f": {tail}" if tail else ".")
         )
     if "error" in data:
-        if data.get("out_of_memory"):
-            raise OutOfMemoryProblem(str(data["error"]))
         named = getattr(errors, str(data.get("kind", "")), LowtideError)
         error = named(data["error"])
         error.exit_code = int(data["exit_code"])
@@ -153,7 +151,7 @@ def error_json(error: Exception) -> dict[str, Any] | None:
     if is_out_of_memory(error):
         text = " ".join(str(error).split())[:400] or type(error).__name__
         told = text if isinstance(error, OutOfMemoryProblem) else f"out of memory: {text}"
-        return {"error": told, "exit_code": 2, "out_of_memory": True}
+        error = OutOfMemoryProblem(told)
     if isinstance(error, LowtideError):
         return {"error": str(error), "exit_code": error.exit_code, "kind": type(error).__name__}
     return None

@@ -137,6 +137,6 @@ def test_which_errors_mean_that_memory_ran_out(error: Exception, out: bool) -> N
     assert is_out_of_memory(wrapped) is out
     told = error_json(wrapped)
     assert told is not None
-    assert told.get("out_of_memory", False) is out
+    assert (told["kind"] == "OutOfMemoryProblem") is out
     if not out and not isinstance(error, LowtideError):
         assert error_json(error) is None  # a defect, whose traceback should be seen

@@ -16,7 +16,8 @@ from tests import tiny
 from tests.commands import python, simulate
 from traces.commands import echo
 from traces.errors import PlanError, SpecError, TraceError
-from traces.files import directory_beside, write_text
+from traces.files import write_text
+from traces.records import store
 from traces.records.plan import Plan
 
 SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
@@ -120,8 +121,7 @@ def test_files_and_directories_of_the_user_stay_whatever_their_names(tmp_path: P
     for path in (theirs, folder / "thesis.txt", folder):
         os.utime(path, (0, 0))
     write_text(tmp_path / "a.json", "{}")
-    with directory_beside(tmp_path / "trace"):
-        pass
+    store.save(tiny.chain(2), tmp_path / "trace")
     assert theirs.read_text() == "notes of somebody"
     assert (folder / "thesis.txt").read_text() == "years of work"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [theirs.name, folder.name, "a.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [theirs.name, folder.name, "a.json", "trace"]

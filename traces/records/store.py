@@ -14,10 +14,11 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from traces.errors import TraceError
-from traces.files import check_writable, directory_beside, from_json, umask
+from traces.files import check_writable, from_json, umask
 from traces.records.trace import (
     CATEGORIES,
     FLAG_NAMES,
@@ -244,7 +245,9 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     directory = Path(directory)
     check_place(directory, force=force)
     place = Path(os.path.realpath(directory))  # a link stays, and leads to the new trace
-    with directory_beside(place) as temporary:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
         tables = (trace.ops, trace.storages, trace.untouched)
         for (file, columns), table in zip(FILES.items(), tables, strict=True):
             if table != Untouched():
@@ -316,14 +319,9 @@ def load(directory: str | Path) -> Trace:
     third = rest[0][1] if rest else {}
     try:
         untouched = Untouched(**third)
-    except ValueError as error:
-        raise TraceError(f"{directory}: {UNTOUCHED_FILE}: {error}.") from None
-    trace = Trace(meta=meta, ops=Ops(**ops), storages=Storages(**storages), untouched=untouched)
-    try:
-        validate(trace)
-    except TraceError as error:
+        return validate(Trace(meta=meta, ops=Ops(**ops), storages=Storages(**storages), untouched=untouched))
+    except (TraceError, ValueError) as error:
         raise TraceError(f"{directory}: {error}") from None
-    return trace
 
 
 def check_fingerprints(trace: Trace, name: str | Path, *, graph: bool = False) -> None:
