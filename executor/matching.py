@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from traces.errors import EnvironmentProblem, PlanError, SpecError
-from traces.model_spec import is_build_function
+from traces.model_spec import split_reference
 from traces.provenance import alloc_conf
 from traces.records.plan import Plan
 from traces.records.trace import Trace, TraceMeta
@@ -13,7 +13,7 @@ def check_trusted(source: object, named: str, given: str, trust: bool) -> None:
     """Raise SpecError if the model `named` by a plan or a trace (`source`) is a Python file that the user has not
     `given` himself, nor trusts.
     """
-    if not given and not trust and is_build_function(named):
+    if not given and not trust and split_reference(named):
         raise SpecError(
             f"{source} names code of its own, {named}, which would run here. Give --trust if you know it, or name "
             f"it yourself: --model {named}."

@@ -40,11 +40,6 @@ def _places(parts: list[str]) -> list[Path]:
     return [place for base in bases for place in (base.with_suffix(".py"), base / "__init__.py")]
 
 
-def is_build_function(model: str) -> bool:
-    """Return whether a model is a function in the user's own file, and not known by its name."""
-    return split_reference(model) is not None
-
-
 def source_file(model: str) -> Path | None:
     """The user's own file; None for a model that is known by its name."""
     parts = split_reference(model)

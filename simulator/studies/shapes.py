@@ -24,7 +24,7 @@ from simulator.levers import rewritten_problem
 from simulator.prediction.step import Prediction
 from simulator.studies.tracing import of_one_structure, run_command
 from traces.errors import PlanError, SpecError, TraceError
-from traces.model_spec import IN_HAND, is_build_function
+from traces.model_spec import IN_HAND, split_reference
 from traces.progress import Say
 from traces.records.plan import RESERVED
 from traces.records.store import load
@@ -217,7 +217,7 @@ def traces_of(trace: Trace, name: str, shapes: Shapes, say: Say) -> list[tuple[S
         return found
     words = [meta.model, *_words(meta.options, shapes), "--seed", str(meta.seed), "--target", meta.target]
     words += ["--shapes", shapes.text, "-o", str(place), "--force"]
-    if is_build_function(meta.model):
+    if split_reference(meta.model):
         raise SpecError(
             f"--shapes {shapes.text}: {place} does not hold the traces of these shapes, and no file that a trace names "
             f"is run unasked: run `trace {' '.join(words)}` first."

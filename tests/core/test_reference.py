@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from traces.model_spec import is_build_function, short_name, source_digest, source_file, split_reference
+from traces.model_spec import short_name, source_digest, source_file, split_reference
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,6 @@ from traces.model_spec import is_build_function, short_name, source_digest, sour
 )
 def test_references(model: str, parts: tuple[str, str] | None, name: str) -> None:
     assert split_reference(model) == parts
-    assert is_build_function(model) == (parts is not None)
     assert source_file(model) == (None if parts is None else Path(parts[0]))
     assert short_name(model) == name
 

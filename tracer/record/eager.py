@@ -7,7 +7,6 @@ recorder watches each storage and notes after which op it is gone; that becomes 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -221,17 +220,18 @@ def _refuse_strangers(args: Any, kwargs: Any) -> None:
 
 def one_hot_as_run() -> contextlib.AbstractContextManager[None]:
     """In the body `one_hot` runs the ops that it runs on real tensors; of fake ones it makes a comparison."""
-    return replaced(functional, one_hot=functools.partial(_one_hot, functional.one_hot))
+    original = functional.one_hot
 
+    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or num_classes < 1 or not tensor.numel():
+            return original(tensor, num_classes)
+        if tensor.device.type == "cpu":
+            # Looked at, to refuse what is out of range; in 2.11 and 2.12 twice.
+            _ = torch.aminmax(tensor) if release() >= (2, 13) else (tensor.min(), tensor.max())
+        rows = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+        return rows.scatter_(-1, tensor.unsqueeze(-1), 1)
 
-def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    if not isinstance(tensor, FakeTensor) or num_classes < 1 or not tensor.numel():
-        return original(tensor, num_classes)
-    if tensor.device.type == "cpu":
-        # Looked at, to refuse what is out of range; in 2.11 and 2.12 twice.
-        _ = torch.aminmax(tensor) if release() >= (2, 13) else (tensor.min(), tensor.max())
-    rows = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
-    return rows.scatter_(-1, tensor.unsqueeze(-1), 1)
+    return replaced(functional, one_hot=one_hot)
 
 
 def is_op(func: Any) -> bool:

@@ -73,12 +73,9 @@ def workspace_rows(ops: Sequence[OpRow], seen: Iterable[LibraryWorkspace]) -> tu
 
 def overwritten(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments of a call (tensors, or nodes that stand for them) that the op overwrites, by its schema."""
-    written = _written(func)
-    return (
-        pytree.tree_leaves([args[k] if k < len(args) else kwargs.get(name) for k, name in written])
-        if written
-        else []
-    )
+    if not (written := _written(func)):
+        return []
+    return pytree.tree_leaves([args[k] if k < len(args) else kwargs.get(name) for k, name in written])
 
 
 @cache

@@ -27,12 +27,12 @@ from tracer.step.context import (
     initialisers_without_values,
     is_fake,
     make_fake,
-    outside_fake_mode,
 )
 from tracer.step.loop import TrainingStep
 from tracer.step.loop_options import AROUND_OPTIONS
 from tracer.step.named.vision import help_torchvision
 from tracer.step.user_step import UserStep
+from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException, unset_fake_temporarily
 from traces.errors import SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
 from traces.provenance import PACKAGES
@@ -115,11 +115,11 @@ class BuildFunction(UserStep):
                 except Exception as error:
                     if not is_fake() or not _needs_values(error):
                         raise
-            with outside_fake_mode():
+            with unset_fake_temporarily():
                 return build(**accepted)
 
     def _function(self) -> Callable[..., Any]:
-        with outside_fake_mode(), self._explained("importing the file failed"):
+        with unset_fake_temporarily(), self._explained("importing the file failed"):
             help_torchvision()  # which the file may import
             module = _import_file(self.path, self.package)
         function = getattr(module, self.function, None)
@@ -192,8 +192,6 @@ def _needs_values(error: Exception) -> bool:
     """Return whether code failed because tensors were fake: it read their values, or made modules that learn their
     sizes.
     """
-    from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
-
     lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)
     return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 

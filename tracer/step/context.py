@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -30,11 +30,6 @@ INITIALISERS: Final = (
 def is_fake() -> bool:
     """Return whether tensors made now would be fake."""
     return detect_fake_mode() is not None
-
-
-def outside_fake_mode() -> Any:
-    """A context that switches the fake mode off: for imports, whose constants outlive the mode."""
-    return unset_fake_temporarily() if is_fake() else nullcontext()
 
 
 @contextmanager
@@ -147,7 +142,7 @@ def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
         except (DataDependentOutputException, DynamicOutputShapeException):
             if (mode := detect_fake_mode()) is None:
                 raise
-    with outside_fake_mode():
+    with unset_fake_temporarily():
         model = make()
     make_fake(model, mode)
     return model

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.step.context import detect_fake_mode, outside_fake_mode
+from tracer.step.context import detect_fake_mode
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import NO_OPTIMIZER, make_optimizer
 from tracer.step.release import hands_over
+from tracer.step.user_errors import first_line
 from tracer.step.user_step import UserStep
-from tracer.torch_api import is_traceable_wrapper_subclass, pytree, replaced
+from tracer.torch_api import is_traceable_wrapper_subclass, pytree, replaced, unset_fake_temporarily
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND
 
@@ -76,9 +77,8 @@ class InHand(UserStep):
         try:
             return copy.deepcopy(value, memo)
         except Exception as error:
-            said = (str(error).strip().splitlines() or [""])[0]
             raise SpecError(
-                f"{self.label}: the {what} cannot be copied ({type(error).__name__}: {said}), and "
+                f"{self.label}: the {what} cannot be copied ({type(error).__name__}: {first_line(error)}), and "
                 "a trace leaves yours as it is by copying it; take it off while you trace, or give its class a "
                 "__deepcopy__, or write a function that makes the step and trace that: my_training.py:build."
             ) from error
@@ -150,7 +150,7 @@ class _Twins:
         """A twin that has its value under a fake mode too, for what an optimizer's settings hold."""
         if self._mode is None or x.is_meta:
             return self.add(x, "a setting of the optimizer")
-        with outside_fake_mode():
+        with unset_fake_temporarily():
             real = x.detach().to("cpu", copy=True)
         convert: Callable[..., torch.Tensor] = self._mode.fake_tensor_converter.from_real_tensor
         return convert(self._mode, real, make_constant=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tracer.precision.policy import FLOAT16, Autocast
 from tracer.step.loop_options import LOOP_OPTIONS, Loop, parse_around
 from traces.errors import SpecError
-from traces.model_spec import IN_HAND, is_build_function
+from traces.model_spec import IN_HAND, split_reference
 
 if TYPE_CHECKING:
     from tracer.step.loop import TrainingStep
@@ -90,7 +90,7 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     given = {k: v for k, v in (options or {}).items() if v is not None}
     policy = parse_around(given)
     given |= policy
-    if is_build_function(model):
+    if split_reference(model):
         from tracer.step.build_function import BuildFunction
 
         step, own = BuildFunction.parse(model).step, given

@@ -14,7 +14,7 @@ from tracer.step.batch import split_batch, to_device
 from tracer.step.context import moved
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import move_state
-from tracer.step.user_errors import blame
+from tracer.step.user_errors import blame, first_line
 from tracer.torch_api import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -129,9 +129,9 @@ class UserStep:
                 "does not have; move that out of the function."
             ) from error
         except (Exception, SystemExit) as error:
-            # torch's messages go on with the signatures that it knows
-            said = (str(error).strip().splitlines() or [""])[0]
-            raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {said}") from error
+            raise SpecError(
+                f"{self._where(error)}: {what}: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
 
 def _named_parameters(module: Any) -> list[tuple[str, nn.Parameter]]:

@@ -14,10 +14,11 @@ from typing import Any, Final
 import torch
 
 from tracer.step.batch import loss_in_outputs
-from tracer.step.context import made_on, made_with_values, moved, outside_fake_mode
+from tracer.step.context import made_on, made_with_values, moved
 from tracer.step.loop import TrainingStep
 from tracer.step.named.vision import help_torchvision, set_dropout
 from tracer.step.optimizers import make_optimizer
+from tracer.torch_api import unset_fake_temporarily
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import HF
 
@@ -108,7 +109,7 @@ def config_step(
             its batch is one that only the user can make.
         EnvironmentProblem: transformers is not installed or is too old.
     """
-    with outside_fake_mode():
+    with unset_fake_temporarily():
         transformers = import_transformers()
         with quiet_transformers():
             config = _config(transformers, reference, data, options)

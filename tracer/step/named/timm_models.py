@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from tracer.step.context import made_on, made_with_values, outside_fake_mode
+from tracer.step.context import made_on, made_with_values
 from tracer.step.loop import TrainingStep
 from tracer.step.named.vision import classifier_step, import_torchvision
+from tracer.torch_api import unset_fake_temporarily
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import TIMM
 
@@ -42,7 +43,7 @@ def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingS
         SpecError: the model cannot be made for that image size, or is no classifier.
         EnvironmentProblem: timm is not installed.
     """
-    with outside_fake_mode():
+    with unset_fake_temporarily():
         timm = _timm()
     name, size = reference.removeprefix(TIMM), options["image_size"]
     # Only models with a position for each patch take a size; they refuse another than theirs without being told.

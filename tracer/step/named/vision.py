@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 from tracer.step.batch import WithTargets
-from tracer.step.context import made_on, moved, outside_fake_mode
+from tracer.step.context import made_on, moved
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import make_optimizer
-from tracer.torch_api import replaced
+from tracer.torch_api import replaced, unset_fake_temporarily
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 
 CLASSES: Final = 1000
@@ -40,7 +40,7 @@ def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
     """Build a torchvision model in training mode, one random batch, cross-entropy and the optimizer. Raises SpecError
     if the image size does not suit the model.
     """
-    with outside_fake_mode():
+    with unset_fake_temporarily():
         import_torchvision()
         from torchvision import models
     builder, size = models.get_model_builder(name), options["image_size"]
@@ -94,7 +94,7 @@ def _regnet_widths_computed() -> Iterator[None]:
     original = BlockParams.from_init_params
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with outside_fake_mode(), made_on("cpu", torch.float32):
+        with unset_fake_temporarily(), made_on("cpu", torch.float32):
             return original(*args, **kwargs)
 
     with replaced(BlockParams, from_init_params=compute):
