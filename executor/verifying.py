@@ -79,7 +79,7 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
     Should a bit differ, the question is whether the plan or the machine did it: kernels that share work among threads
     were seen to differ from themselves in the last bit on a busy machine. On the CPU the comparison is then made again
     with one thread, which decides. On CUDA a second untouched model runs as a control, and the plan must stay within
-    `NOISE_FACTOR` times its difference.
+    `NOISE_FACTOR` times its difference (the loss at least to `ROUNDING`).
     """
     outcome = _compare(build, None, plan, device, steps)
     if outcome.bit_equal:
@@ -92,7 +92,10 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
     if noise.bit_equal:
         return outcome
     of = noise.max_abs_difference
-    within = all(gap <= NOISE_FACTOR * of[k] for k, gap in outcome.max_abs_difference.items())
+    allowed = {k: NOISE_FACTOR * gap for k, gap in of.items()}
+    # One number may agree by chance where all others vary.
+    allowed["loss"] = max(allowed["loss"], ROUNDING * max(map(abs, noise.losses)))
+    within = all(gap <= allowed[k] for k, gap in outcome.max_abs_difference.items())
     note = f"an untouched model differs from itself by {max(of.values()):.2g}, whose kernels vary"
     return replace(outcome, equal=within, note=note)
 
@@ -141,13 +144,26 @@ def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verificatio
 
 
 def _compare(
-    build: BuildStep, first: Plan | None, second: Plan | None, device: str, steps: int
+    build: BuildStep,
+    first: Plan | None,
+    second: Plan | None,
+    device: str,
+    steps: int,
+    warn_only: bool = False,
 ) -> Verification:
-    """Train two models side by side, each by its plan or (None) untouched, and compare."""
+    """Train two models side by side, each by its plan or (None) untouched, and compare. Kernels without a deterministic
+    form are allowed only where the step needs one: where they are, torch's attention on a GPU does not choose its own.
+    """
     a, b = _side(build, first, device), _side(build, second, device)
     b.rng = a.rng
-    with deterministic():
-        return _train(a, b, steps)
+    try:
+        with deterministic(warn_only):
+            return _train(a, b, steps)
+    except RuntimeError as error:
+        if warn_only or "deterministic" not in str(error):
+            raise
+    del a, b
+    return _compare(build, first, second, device, steps, warn_only=True)
 
 
 def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:

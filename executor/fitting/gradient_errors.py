@@ -89,15 +89,15 @@ def gradient_errors(
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Deterministic algorithms are on in the body, with a warning where there is none."""
+def deterministic(warn_only: bool = True) -> Iterator[None]:
+    """Deterministic algorithms are on in the body; where there is none, a warning or torch's RuntimeError."""
     on = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+        torch.use_deterministic_algorithms(on, warn_only=only_warned)
 
 
 def relative_error(gradients: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:

@@ -7,7 +7,7 @@ import gc
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from tracer.capture.passes import dropout as dropout_module
 from tracer.record import program as program_module
 from tracer.step.step import load_spec
 from traces.errors import CaptureError, PlanError
+from traces.records.measurement import Verification
 from traces.records.plan import Plan
 
 RESIDUAL = small_nets.spec("residual")
@@ -197,6 +198,37 @@ def test_verification_of_an_honest_plan(honest: tuple[Any, Plan]) -> None:
     assert outcome.bit_equal
     assert set(outcome.max_abs_difference.values()) == {0.0}
     assert len(outcome.losses) == 2
+
+
+def test_kernels_that_vary_are_allowed_only_where_a_step_needs_one(
+    monkeypatch: pytest.MonkeyPatch, honest: tuple[Any, Plan]
+) -> None:
+    asked: list[bool] = []
+
+    def train(*sides: Any) -> Any:
+        asked.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        if not asked[-1]:
+            raise RuntimeError("histc does not have a deterministic implementation")
+        return _train(*sides)
+
+    monkeypatch.setattr("executor.verifying._train", train)
+    assert verify(*honest, steps=1).bit_equal
+    assert asked == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "equal"), [(1e-6, 1e-7, True), (1e-3, 1e-7, False), (0, 1e-3, False)]
+)
+def test_what_varies_on_a_gpu_may_vary_with_a_plan(
+    loss: float, gradient: float, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(loss: float, gradient: float) -> Verification:
+        off = {"loss": loss, "gradients": gradient}
+        return Verification(equal=False, bit_equal=False, steps=1, max_abs_difference=off, losses=(10.0,))
+
+    results = iter((found(loss, gradient), found(0.0, 1e-7)))
+    monkeypatch.setattr("executor.verifying._compare", lambda *_: next(results))
+    assert verify(cast(Any, None), Plan(meta=cast(Any, None)), "cuda").equal is equal
 
 
 def test_verification_notices_a_mask_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
