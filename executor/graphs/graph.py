@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from executor.graphs import hand_over
+from executor.graphs.direct import direct
 from executor.rewrite import Rewritten, rewrite
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
@@ -25,7 +26,6 @@ from tracer.record.program import Program, program_of
 from tracer.step.loop import fit_tangent
 from tracer.step.release import hands_over
 from tracer.torch_api import (
-    BoxedCodeGen,
     current_autograd_node,
     enter_autocast,
     inside_torch_func,
@@ -179,7 +179,7 @@ class Graph:
 
     def forward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         """Return what runs forward."""
-        run = _boxed(module)
+        run = direct(module).forward
         holders = module.graph.find_nodes(op="placeholder")
         self._statistics = [k for k, n in enumerate(holders) if _only_norms_write(n)]
 
@@ -191,7 +191,8 @@ class Graph:
 
     def backward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         """Return what runs backward."""
-        run = _boxed(module)
+        quick = direct(module)
+        run = quick.forward
         holders = module.graph.find_nodes(op="placeholder")
         tangents = [k for k, n in enumerate(holders) if "tangent_of" in n.meta]
         places = [k for k, x in enumerate(self.inputs) if x.kind == PARAMETER]
@@ -214,7 +215,7 @@ class Graph:
                 values[k] = fit_tangent(None, at(like, sizes))
             if known.parameters:
                 self.awaits = False
-                return hand_over.backward(module, known.parameters, places, values)
+                return hand_over.backward(quick, known.parameters, places, values)
             return _reached(module.graph, {holders[k] for k in gone}, run(values)) if gone else run(values)
 
         return _marked_boxed(call)
@@ -346,7 +347,7 @@ def compile_graph(
         left_out,
         fw_compiler=graph.forward,
         bw_compiler=graph.backward,
-        inference_compiler=lambda gm, _: _marked_boxed(_boxed(gm)),
+        inference_compiler=lambda gm, _: _marked_boxed(direct(gm).forward),
         partition_fn=graph.partition,
     )
     graph.forget()
@@ -365,14 +366,6 @@ def _leaves_autocast(graph: fx.Graph) -> bool:
         if n.target is enter_autocast and differentiates:
             return True
     return False
-
-
-def _boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A graph's code, which takes its inputs in one list and empties it."""
-    module.graph.set_codegen(BoxedCodeGen())
-    module.recompile()
-    run: Callable[[list[Any]], Any] = module.forward
-    return run
 
 
 def _marked_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

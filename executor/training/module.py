@@ -295,9 +295,10 @@ class Planned:
                     f"an argument is a {type(x).__name__}, whose class no graph keeps: give the model "
                     "x.as_subclass(torch.Tensor), or dense tensors in place of a nested one."
                 )
-        kinds = [x.device.type for x in (*leaves, *self.module.parameters()) if isinstance(x, torch.Tensor)]
-        now = ambient(kinds[0] if kinds else "cpu")
-        self.amp = now.dtype
+        tensors = (
+            x for x in itertools.chain(leaves, self.module.parameters()) if isinstance(x, torch.Tensor)
+        )
+        self.amp = ambient(next((x.device.type for x in tensors), "cpu")).dtype
 
     def _sketch(self, program: Program) -> dict[str, Any]:
         args, kwargs = self.call

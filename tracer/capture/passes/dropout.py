@@ -15,13 +15,16 @@ from tracer.torch_api import unset_fake_temporarily
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("lowtide::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def dropout_mask(x: torch.Tensor, p: float) -> torch.Tensor:
+def draw(x: torch.Tensor, p: float) -> torch.Tensor:
     """The bool mask that `aten.native_dropout(x, p, True)` would draw, from the same random stream."""
     if x.device.type == "cpu":
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p)
     # Other devices draw the mask inside a fused kernel; its output is dropped here.
-    return torch.ops.aten.native_dropout(x, p, True)[1]
+    return torch.native_dropout(x, p, True)[1]
+
+
+RANDOM = (torch.Tag.nondeterministic_seeded,)
+dropout_mask = torch.library.custom_op("lowtide::dropout_mask", draw, mutates_args=(), tags=RANDOM)
 
 
 @dropout_mask.register_fake
