@@ -41,7 +41,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
     graph, copies, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[Any, Any]()
     graph.output(graph.graph_copy(module.graph, copies))
     for n, copy in copies.items():
-        if isinstance(n.target, OpOverload):
+        if isinstance(n.target, OpOverload) and all("val" in a.meta for a in n.all_input_nodes):
             args, kwargs = fx.node.map_arg((n.args, n.kwargs), _value)
             leaves, form = pytree.tree_flatten((args, kwargs))
             key = (
