@@ -12,11 +12,12 @@ import torch
 from torch import fx
 
 from tracer.capture.passes.dropout import draw
-from tracer.torch_api import BoxedCodeGen, OpOverload, TorchDispatchMode, pytree
+from tracer.torch_api import BoxedCodeGen, FakeTensor, OpOverload, TorchDispatchMode, pytree
 
 HOLDERS: Final = (torch, torch.Tensor, torch.nn.functional)
 OWN: Final = {torch.ops.lowtide.dropout_mask.default: draw}
 ALIASES: Final = {"_to_copy": "to"}  # where it copies
+FAKE: Final = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _Calls(TorchDispatchMode):
@@ -41,7 +42,8 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
     graph, copies, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[Any, Any]()
     graph.output(graph.graph_copy(module.graph, copies))
     for n, copy in copies.items():
-        if isinstance(n.target, OpOverload) and all("val" in a.meta for a in n.all_input_nodes):
+        values = (a.meta.get("val") for a in n.all_input_nodes)  # a tile has none
+        if isinstance(n.target, OpOverload) and all(isinstance(x, FAKE) for x in values):
             args, kwargs = fx.node.map_arg((n.args, n.kwargs), _value)
             leaves, form = pytree.tree_flatten((args, kwargs))
             key = (
