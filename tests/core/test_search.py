@@ -15,6 +15,7 @@ from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
+from simulator.kernels.anneal import anneal
 from simulator.planners import plan_with, search
 from simulator.planners.annealing import Annealer
 from simulator.planners.mu_two import Found, Search
@@ -95,10 +96,11 @@ def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int) -> None:
     if not len(annealer.values):
         return
     walk = annealer.begin(evaluator.state())
-    annealer.go(walk, 0, least=20, temperature=1e30, price=0.0, target_ns=-1)
+    rest = (1 << 40, annealer.values, evaluator.facts, evaluator.work_space(0), walk, annealer.retaining)
+    anneal(0, 20, 1e30, 0.0, -1, *rest)
     before = walk.saved.copy()
     walk.figures["added_ns"] = -(1 << 40)
-    annealer.go(walk, 0, least=40, temperature=1e-9, price=0.0, target_ns=-1)
+    anneal(0, 40, 1e-9, 0.0, -1, *rest)
     assert (walk.saved == before).all()
 
 
