@@ -33,7 +33,7 @@ int cublasLtDestroy(void *handle) { return OK; }
 // cuDNN's engines look cuBLASLt's functions up in the library itself, which has no device: they get ours, as torch does.
 __attribute__((optimize("O2"))) void *dlsym(void *library, const char *name) {  // a jump at its end keeps who asks
   static void *(*real)(void *, const char *);
-  if (!real) real = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5");
+  if (!real && !(real = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5"))) real = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.17");  // Arm's
   void *ours = strncmp(name, "cublasLt", 8) ? 0 : real(dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD), name);
   return ours ? ours : real(library, name);
 }
