@@ -39,7 +39,7 @@ unsigned long long null_setting(const char *key, unsigned long long otherwise) {
   return text ? strtoull(text, 0, 10) : otherwise;
 }
 static int binary;  // the capability that torch's kernels for this device were compiled for, as 90
-__attribute__((constructor)) static void boot(void) {
+__attribute__((constructor)) void null_boot(void) {
   const char *name = getenv("LOWTIDE_NULL_NAME");
   if (name) snprintf(gpu.name, sizeof gpu.name, "%s", name);
   gpu.major = null_setting("MAJOR", gpu.major);
