@@ -1,8 +1,11 @@
-"""Hypothesis strategies: random training steps with every feature that a trace can have, and actions for them."""
+"""Random training steps with every feature that a trace can have, and actions for them.
+
+Hypothesis draws lengths and a seed, and `random` the rest, in a fifth of the time.
+"""
 
 from __future__ import annotations
 
-import random
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -13,52 +16,56 @@ from tests.tiny import Op, trace
 from traces.records.plan import RECOMPUTE, SAVE, Action
 from traces.records.trace import BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, RANDOM, Trace
 
-SIZES = st.sampled_from([0, 4, 8, 12, 16, 20, 64])
-# Made once: making a strategy takes as long as drawing from it, and a trace draws a hundred times.
-YES_OR_NO = st.booleans()
-UP_TO = {n: st.integers(0, n) for n in (1, 2, 3, 7, 9)}
-FROM_ONE = {n: st.integers(1, n) for n in (2, 3)}
-FORWARD_FLAGS = st.sampled_from([0, 0, 0, 0, RANDOM])
-BACKWARD_FLAGS = st.sampled_from([0, 0, 0, 0, 0, 0, EAGER])
-OPTIMIZER_FLAGS = st.sampled_from([0, EAGER])
+SIZES = (0, 4, 8, 12, 16, 20, 64)
+SEEDS = st.integers(0, 2**32 - 1)
 
 
-@st.composite
-def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trace:
+def traces(max_forward: int = 9, max_backward: int = 9) -> st.SearchStrategy[Trace]:
+    return st.builds(trace_of, st.integers(1, max_forward), st.integers(1, max_backward), SEEDS)
+
+
+def traces_with_actions(*, rich: bool = True) -> st.SearchStrategy[tuple[Trace, tuple[Action, ...]]]:
+    return st.builds(lambda of, seed: (of, actions(of, Random(seed), rich=rich)), traces(), SEEDS)
+
+
+def trace_of(forward: int, backward: int, seed: int) -> Trace:
     """A valid trace: views, several outputs, random and eager ops, holds, measured events, overwrites, an optimizer."""
-    resident = {f"w{k}": draw(SIZES) for k in range(draw(FROM_ONE[2]))}
+    draw = Random(seed)
+    chained = draw.randint(0, 1)  # each op reads what the one before made, as in training, and others
+    resident = {f"w{k}": draw.choice(SIZES) for k in range(draw.randint(1, 2))}
     ops: list[Op] = []
     readable = list(resident)  # names of values that the next op may read
     base: dict[str, str] = {w: w for w in resident}  # value -> its storage's name
     made: dict[str, int] = {}  # storage name -> op
 
     def add(phase: str, flags: int, k: int) -> None:
-        reads = tuple(draw(st.lists(st.sampled_from(readable), min_size=1, max_size=3, unique=True)))
-        i = len(ops)
-        if phase != OPTIMIZER and draw(UP_TO[3]) == 0:
+        reads = tuple(draw.sample(readable, draw.randint(1, min(3, len(readable)))))
+        if chained and readable[-1] not in reads:
+            reads = (readable[-1], *reads[:2])
+        i, module = len(ops), f"layer.{k // 3}"
+        if phase != OPTIMIZER and draw.randint(0, 3) == 0:
             name = f"v{i}"
-            ops.append(Op(phase, {}, reads[:1], view=name, time_ns=draw(UP_TO[1]), module=f"layer.{k // 3}"))
+            ops.append(Op(phase, {}, reads[:1], view=name, time_ns=draw.randint(0, 1), module=module))
             base[name] = base[reads[0]]
             readable.append(name)
             return
-        makes = {f"s{i}_{n}": draw(SIZES) for n in range(draw(FROM_ONE[3]))}
+        makes = {f"s{i}_{n}": draw.choice(SIZES) for n in range(draw.randint(1, 3))}
         events: tuple[int, ...] = ()
         total = sum(makes.values())
-        if draw(YES_OR_NO):
-            scratch = draw(SIZES)
-            events = (scratch, total, -scratch) if draw(YES_OR_NO) else (total + scratch, -scratch)
+        if draw.randint(0, 1):
+            scratch = draw.choice(SIZES)
+            events = draw.choice(((scratch, total, -scratch), (total + scratch, -scratch)))
         overwritable = [r for r in reads if base[r] not in resident]
-        overwrites = draw(st.sampled_from(overwritable)) if overwritable and draw(YES_OR_NO) else ""
         ops.append(
             Op(
                 phase,
                 makes,
                 reads,
-                time_ns=draw(UP_TO[9]),
+                time_ns=draw.randint(0, 9),
                 flags=flags,
                 events=events,
-                overwrites=overwrites,
-                module=f"layer.{k // 3}",
+                overwrites=draw.choice(overwritable) if overwritable and draw.randint(0, 1) else "",
+                module=module,
             )
         )
         for name in makes:
@@ -66,18 +73,15 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
             made[name] = i
             readable.append(name)
 
-    for k in range(draw(st.integers(1, max_forward))):
-        add(FORWARD, draw(FORWARD_FLAGS), k)
-    if draw(YES_OR_NO):
+    for k in range(forward):
+        add(FORWARD, draw.choice((0, 0, 0, 0, RANDOM)), k)
+    if draw.randint(0, 1):
         add(FORWARD, EAGER, 0)
-    for k in range(draw(st.integers(1, max_backward))):
-        add(BACKWARD, draw(BACKWARD_FLAGS), k)
-    for k in range(draw(UP_TO[2])):
-        add(OPTIMIZER, draw(OPTIMIZER_FLAGS), k)
-    hold = {}
-    for name, op in made.items():
-        if draw(UP_TO[7]) == 0:
-            hold[name] = draw(st.integers(op, len(ops) - 1))
+    for k in range(backward):
+        add(BACKWARD, draw.choice((0, 0, 0, 0, 0, 0, EAGER)), k)
+    for k in range(draw.randint(0, 2)):
+        add(OPTIMIZER, draw.choice((0, EAGER)), k)
+    hold = {name: draw.randint(op, len(ops) - 1) for name, op in made.items() if draw.randint(0, 7) == 0}
     gradients = {n: GRADIENT for n, i in made.items() if ops[i].phase == BACKWARD}
     return trace(ops, resident, hold, gradients)
 
@@ -93,8 +97,7 @@ def goes_after(of: Trace, s: int) -> list[int]:
     return [c for c in range(sts.producer[s], len(ops)) if c >= forward or c > max(outside)]
 
 
-@st.composite
-def actions(draw: st.DrawFn, of: Trace, *, rich: bool = True) -> tuple[Action, ...]:
+def actions(of: Trace, draw: Random, *, rich: bool = True) -> tuple[Action, ...]:
     """Valid actions for a trace: recomputed candidates and links, retained, evicted again and not, and saved links;
     `rich`: saved values may be evicted as well, and any value while forward runs."""
     facts = Facts(of)
@@ -103,7 +106,7 @@ def actions(draw: st.DrawFn, of: Trace, *, rich: bool = True) -> tuple[Action, .
         if not facts.returns[s] or (facts.saved[s] and (facts.outside[s] or not of.storages.nbytes[s])):
             continue
         kinds = [None, RECOMPUTE] if facts.saved[s] else [None, None, RECOMPUTE, SAVE]
-        kind = draw(st.sampled_from([*kinds, *([SAVE] if rich else [])]))
+        kind = draw.choice([*kinds, *([SAVE] if rich else [])])
         if facts.outside[s] and kind == RECOMPUTE:
             kind = None
         if kind is None:
@@ -111,19 +114,13 @@ def actions(draw: st.DrawFn, of: Trace, *, rich: bool = True) -> tuple[Action, .
         after = [c for c in goes_after(of, s) if rich or c >= facts.turn]
         evictions = []
         if after and not facts.outside[s] and (kind == RECOMPUTE or rich):
-            evictions = draw(st.lists(st.sampled_from(after), max_size=2, unique=True))
-        retain = draw(YES_OR_NO) if kind == RECOMPUTE or evictions else True
+            evictions = draw.sample(after, draw.randint(0, min(2, len(after))))
+        retain = bool(draw.randint(0, 1)) if kind == RECOMPUTE or evictions else True
         out.append(Action(storage=s, recipe=kind, retain=retain, evict_after=tuple(sorted(evictions))))
     return tuple(out)
 
 
-@st.composite
-def traces_with_actions(draw: st.DrawFn, *, rich: bool = True) -> tuple[Trace, tuple[Action, ...]]:
-    of = draw(traces())
-    return of, draw(actions(of, rich=rich))
-
-
-def random_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
+def random_actions(trace: Trace, rng: Random) -> tuple[Action, ...]:
     """Actions of every kind, on about half of what can have one.
 
     Candidates are recomputed, or saved and evicted after ops that read them, in forward and backward; some are

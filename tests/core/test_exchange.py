@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.bounds import Instants
 from simulator.core.problem import Problem
 from simulator.planners.mu_two import Found, Search, exchanged, tidy, unevicted
 from tests.strategies import traces
@@ -65,7 +66,7 @@ def test_small_values_that_cost_nothing_make_room_for_a_dear_one() -> None:
 def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: int) -> None:
     problem = Problem(of)
     search = Search(problem, 0)
-    most, least = search.evaluator.cost(search.evaluator.state())[0], of.resident_bytes
+    most, least = search.evaluator.cost(search.evaluator.state())[0], Instants(problem).floor.peak_bytes
     search = Search(problem, least + (most - least) * part // 20)
     state = search.evaluator.state()
     if not search.evict(state):
