@@ -28,7 +28,7 @@ READ_AT_IMPORT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
 words, there = sys.argv[1:], socket.socket(socket.AF_UNIX)
-unlike = os.environ.get("LD_PRELOAD") != {preload!r} or any(k in os.environ for k in {variables!r})
+unlike = os.environ.get("LD_PRELOAD", "") != {preload!r} or any(k in os.environ for k in {variables!r})
 if unlike or words[:1] != ["-m"]:
     os.execv({python!r}, [{python!r}, *words])
 there.connect({path!r})
@@ -88,7 +88,7 @@ def serve(path: str) -> list[str]:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    if "LD_PRELOAD" in variables:
+    if "LOWTIDE_NULL_MEMORY" in variables:
         ctypes.CDLL(None).null_boot()  # it reads what device it is when it is loaded
     return words
 

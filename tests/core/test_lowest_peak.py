@@ -48,7 +48,7 @@ def test_it_goes_on_where_the_greedy_ends_and_a_plan_of_that_peak_is_found() -> 
         floor_bytes <= now < floor_bytes + (1 << 19)
     )  # some KiB above the floor; the greedy ends 6.3 MiB above
     assert f"({now} bytes), and no plan at all can go below" in words
-    plan = plan_with("search", Problem(of), now)
+    plan = plan_with("search", Problem(of), now, Limits(seconds=1.0))
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= now
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from executor.measuring import Job
 from tests.commands import ROOT, python
+from tests.forked import forking
 from tracer.rehearsal import run
 from traces.errors import EnvironmentProblem
 from traces.records.plan import Plan
@@ -87,6 +88,15 @@ def by_rules(monkeypatch: pytest.MonkeyPatch) -> None:
         raise EnvironmentProblem("no CUDA build of torch")
 
     monkeypatch.setattr(run, "find_cuda_torch", missing)
+
+
+@pytest.fixture
+def forked(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands start processes that have imported torch already."""
+    modules = ("torch._dynamo", "executor.measuring")
+    with forking(tmp_path_factory.mktemp("forks"), os.environ.get("LD_PRELOAD", ""), *modules) as client:
+        monkeypatch.setattr(sys, "executable", client)
+        yield
 
 
 @pytest.fixture(scope="session")

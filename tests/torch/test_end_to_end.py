@@ -19,6 +19,7 @@ from tracer.cli.main import trace
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("forked")
 FIGURES = {"peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"}
 
 
