@@ -400,11 +400,11 @@ def build():
 
 
 def test_what_the_users_code_prints_does_not_break_the_answer(tmp_path: Path) -> None:
+    """Nor is there more on stderr than that: torch 2.15 imports Triton, which complains of what is never collected."""
     (tmp_path / "noisy.py").write_text(NOISY)
-    done = python("-m", "tracer", "noisy.py:build", "-o", "t", "--json", cwd=tmp_path)
+    done = python("-m", "tracer", "noisy.py:build", "-o", "t", "--json", "-q", cwd=tmp_path)
     assert json.loads(done.stdout)["trace"] == "t"
-    for word in ("at import", "in build", "below Python", "a child", "at the end"):
-        assert word in done.stderr
+    assert done.stderr == "at import\nin build\nbelow Pythona child\nat the end"
 
 
 def test_threads_take_turns_in_capturing() -> None:
@@ -438,8 +438,3 @@ def test_code_that_only_a_plan_names_does_not_run(
     monkeypatch.setattr(plans, "run_job", perform)  # in this process
     call(execute, *given, "--trust")
     assert Path("ran").exists()
-
-
-def test_a_quiet_trace_prints_nothing_on_stderr_not_even_at_its_end(folder: Path) -> None:
-    """torch 2.15 imports Triton, which complains of what is never collected when a process ends."""
-    assert python("-m", "tracer", MLP, "-o", "out", "-q", cwd=folder).stderr == ""
