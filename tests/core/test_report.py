@@ -84,18 +84,22 @@ def specifications(html: str) -> list[dict[str, object]]:
     return [json.loads(text) for text in found]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reporting() -> None:
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
 
 
-@pytest.fixture
-def page(tmp_path: Path, reporting: None) -> str:
+@pytest.fixture(scope="module")
+def page_file(reporting: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = tiny.chain(60, size=2**20, time_ns=1000)
-    return write_step(
-        tmp_path / "r.html", answered(trace, planned(trace, *range(3, 50, 2)), 45 * 2**20)
-    ).read_text("utf-8")
+    place = tmp_path_factory.mktemp("page") / "r.html"
+    return write_step(place, answered(trace, planned(trace, *range(3, 50, 2)), 45 * 2**20))
+
+
+@pytest.fixture
+def page(page_file: Path) -> str:
+    return page_file.read_text("utf-8")
 
 
 def test_the_page_loads_nothing(page: str) -> None:
@@ -123,13 +127,13 @@ def test_every_chart_can_be_compiled(page: str) -> None:
 
 
 @pytest.mark.skipif(which("chromium") is None, reason="no headless Chromium")
-@pytest.mark.parametrize("look", [[], ["--force-dark-mode"], ["--window-size=400,800"]])
-def test_a_browser_draws_every_chart_without_complaint(page: str, tmp_path: Path, look: list[str]) -> None:
+@pytest.mark.parametrize("look", [[], ["--force-dark-mode", "--window-size=400,800"]])
+def test_a_browser_draws_every_chart_without_complaint(page_file: Path, look: list[str]) -> None:
     words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *look]
-    words += ["--virtual-time-budget=20000", "--dump-dom", (tmp_path / "r.html").as_uri()]
+    words += ["--virtual-time-budget=20000", "--dump-dom", page_file.as_uri()]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
     assert "CONSOLE" not in done.stderr
-    assert done.stdout.count('<svg xmlns="http://www.w3.org/2000/svg"') == len(specifications(page)) == 2
+    assert done.stdout.count('<svg xmlns="http://www.w3.org/2000/svg"') == 2
     assert "cannot be drawn:" not in done.stdout.replace('"This chart cannot be drawn: "', "")
 
 

@@ -32,7 +32,8 @@ from simulator.cli.main import main as simulate
 from simulator.studies import tracing
 from tracer.cli.main import trace
 tracing.run_command = lambda words, what: trace([*words[1:], "-q"], standalone_mode=False)
-trace(["my_training.py:build", "--batch-size", "16", "--device", "cpu", "-o", "my-trace"], standalone_mode=False)
+trace(["my_training.py:build", "--batch-size", "16", "--device", "cpu", "--rounds", "1", "-o", "my-trace"],
+      standalone_mode=False)
 simulate(["my-trace", "--budget", "80%", "-o", "my-plan.json"], standalone_mode=False)
 for script in sys.argv[1:]:
     print("RUN", script)
@@ -45,7 +46,8 @@ def test_the_example_runs_as_shown(tmp_path: Path) -> None:
     for number, block in enumerate(blocks(README, "python")):
         first = block.splitlines()[0]
         name = first.removeprefix("# ") if first.endswith(".py") else f"block_{number}.py"
-        (tmp_path / name).write_text(block.replace("resnet50", "resnet18"), encoding="utf-8")
+        less = block.replace("resnet50", "resnet18").replace("seconds=10", "seconds=1")
+        (tmp_path / name).write_text(less, encoding="utf-8")
         if name not in ("my_training.py", "train.py"):
             scripts.append(name)
     assert scripts
