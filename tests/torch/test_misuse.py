@@ -90,7 +90,20 @@ LIBRARY.impl("drawn", lambda x: torch.rand(x.shape), "CompositeExplicitAutograd"
 LIBRARY.impl("drawn", lambda x: torch.empty_like(x), "Meta")
 Script = Callable[[nn.Module], Any]
 ROWS: dict[str, tuple[Callable[[], nn.Module], Script, str, Callable[[Any], torch.Tensor]]] = {}
-SLOW = {"an_activation_appended"}  # and all rows that are added as slow
+# All rows that are added as slow, and these, which run no line of Lowtide's that no other row runs.
+SLOW = {
+    "an_activation_appended", "a_hook_that_stores_features_added_later", "a_global_hook_that_stores",
+    "a_buffer_reassigned_with_its_graph", "a_counter_among_globals", "a_convolution_s_stride",
+    "a_number_among_the_arguments", "a_weight_pruned", "batch_norm_momentum", "gelu_of_another_formula",
+    "an_entry_of_a_dict", "a_table_that_a_helper_reads", "a_config_s_flag", "statistics_read_between_two_norms",
+    "one_block_in_evaluation_mode", "a_flag_for_a_number", "a_teacher_that_follows_in_forward",
+    "an_object_s_number", "a_default_of_a_helper", "a_closure_s_variable_changed",
+    "deterministic_algorithms_that_forward_asks_for", "a_view_without_its_gradient", "one_half_alone",
+    "weights_made_by_a_parametrization", "noise_by_torch", "a_hook_that_transforms",
+    "hooks_on_output_and_parameters", "a_linear_deleted_and_put_back", "an_activation_replaced_by_its_like",
+    "nothing_that_forward_reads", "backward_into_some_parameters", "training_and_evaluation_by_turns",
+    "a_call_of_a_part_s_own", "an_attribute_of_the_class_changed", "a_shape_noted",
+}  # fmt: skip
 
 
 def total(out: Any) -> torch.Tensor:
