@@ -25,11 +25,12 @@ from traces.errors import BudgetError, CaptureError, PlanError, SpecError
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         block = [
-            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(6)
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
+            for _ in range(depth)
         ]
         self.blocks, self.norm = nn.Sequential(*block), nn.BatchNorm1d(32)
 
@@ -64,7 +65,7 @@ def peak(model: nn.Module, loss_of: Any) -> int:
 
 @pytest.mark.parametrize("budget", ["55%", "100%"])
 def test_a_step_within_a_budget_is_bit_equal(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
-    eager = Deep()
+    eager = Deep(6)
     planned = copy.deepcopy(eager)
 
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -102,10 +103,10 @@ class Broken(Deep):
     """Looks at its values halfway."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[:3](x)
+        x = self.blocks[:2](x)
         if float(x.detach().sum()) > 1e9:
             raise ValueError
-        out: torch.Tensor = self.norm(self.blocks[3:](x))
+        out: torch.Tensor = self.norm(self.blocks[2:](x))
         return out
 
 
@@ -172,15 +173,16 @@ def test_a_plan_of_the_whole_is_for_its_parts_by_its_share() -> None:
 
 
 def test_too_many_compilations_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Scaled(Deep):
+    class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(x) * scale
+            return super().forward(x).sin() * scale
 
-    trace = recorded(
-        build_of(lambda: (Scaled(), torch.randn(256, 32), lambda y: y.square().mean(), None))
-    ).trace
+    def make() -> Any:
+        return Scaled(32, 32), torch.randn(256, 32), lambda y: y.square().mean(), None
+
+    trace = recorded(build_of(make)).trace
     monkeypatch.setitem(SETTINGS, "recompile_limit", 2)
-    planned = apply_plan(Scaled(), plan_of(trace, *recompute_all(Problem(trace))))
+    planned = apply_plan(Scaled(32, 32), plan_of(trace, *recompute_all(Problem(trace))))
     for k in range(2):
         planned(torch.randn(256, 32), scale=0.5 + k)
     with pytest.raises(CaptureError, match="limit"):

@@ -60,13 +60,13 @@ HERE = f"{__file__}:build"
 
 def test_a_model_that_decides_by_sizes() -> None:
     """Each length has its own trace, and where the model has another graph than the plan's, the plan is refused."""
-    shapes = Shapes.parse("seq-len=2:9")
+    shapes = Shapes.parse("seq-len=6:9")
     traces = over(HERE, shapes, batch_size=2)
     for sizes, one in traces:
         assert ("aten.sin.default" in one.ops.target) == (sizes["seq_len"] % 2 == 0)
     longest = traces[-1][1]
     found = over_shapes(simulate(longest, plan_of(longest, *recompute_all(Problem(longest)))), shapes, traces)
-    assert [p.sizes["seq_len"] for p in found.running(REFUSED)] == [2, 4, 6, 8]
+    assert [p.sizes["seq_len"] for p in found.running(REFUSED)] == [6, 8]
     assert not found.holds
 
 
@@ -166,11 +166,11 @@ def test_a_loss_head_runs_in_tiles_at_every_length() -> None:
     """Down to where the logits are small beside the weights."""
     given, peaks, predicted, budget = trained(
         f"{__file__}:inside",
-        "seq-len=2:98:12",
-        30,
+        "seq-len=2:98:24",
+        15,
         {"allow": "fp", "planner": "save-all"},
         batch_size=1,
     )
-    assert len(set(given)) == len(predicted) == 9
+    assert len(set(given)) == len(predicted) == 5
     assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []
     assert max(peaks) <= budget

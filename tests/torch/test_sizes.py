@@ -136,7 +136,7 @@ def fits(planned: nn.Module) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("make", "first", "others"),
     [
-        (bert, (4, 12), [(4, 16), (4, 9), (4, 24), (4, 2), (4, 13)]),
+        pytest.param(bert, (4, 12), [(4, 16), (4, 9), (4, 24), (4, 2), (4, 13)], marks=pytest.mark.slow),
         (conv, (6, 32), [(4, 40), (3, 36), (2, 64), (5, 33), (6, 47)]),
         pytest.param(gpt2, (4, 12), [(3, 16), (2, 9), (6, 24), (7, 2), (4, 4)], marks=pytest.mark.slow),
     ],
@@ -186,9 +186,9 @@ def deciding(how: str) -> Callable[[], tuple[nn.Module, Batch]]:
 @pytest.mark.parametrize("how", ["plain", "branches", "parity", "table", "root"])
 def test_a_model_that_decides_by_sizes_never_runs_the_graph_of_others(how: str) -> None:
     eager, planned, batch = pair(deciding(how), (3, 6), everything=True)
-    calls = [(3, n) for n in (6, 7, 8, 4, 12, 9, 3)]
+    calls = [(3, n) for n in (6, 7, 4, 9)]
     if how == "branches":  # another graph, to which the plan does not apply
-        calls = [(3, n) for n in (6, 7, 8, 4, 5, 3)]
+        calls = [(3, n) for n in (6, 7, 4, 8)]
     same_steps(eager, planned, batch, calls)
     if how == "branches":
         with pytest.raises(Exception, match="another graph"):
@@ -240,7 +240,8 @@ def test_arguments_that_are_laid_out_otherwise(sliced: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "first", "ones"),
     [
-        (gpt2, (4, 12), [(1, 12), (1, 9)]),
+        (gpt2, (4, 12), [(1, 12)]),
+        pytest.param(gpt2, (4, 12), [(1, 12), (1, 9)], marks=pytest.mark.slow),
         pytest.param(bert, (4, 12), [(1, 12), (4, 1)], marks=pytest.mark.slow),
         pytest.param(conv, (4, 16), [(1, 16)], marks=pytest.mark.slow),
     ],
