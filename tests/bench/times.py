@@ -25,7 +25,7 @@ import torch
 from tests.published.models import SIZES, AdamW, Transformer, cross_entropy
 from tracer import trace
 from tracer.costs.cost import costs_of
-from tracer.costs.roofline import PRODUCTS, compute_dtype, kind_of
+from tracer.costs.roofline import PRODUCTS, compute_dtype, op_kind
 from tracer.costs.rows import OpRow
 from traces.devices import device
 from traces.errors import LowtideError
@@ -91,7 +91,7 @@ def made(row: dict[str, str]) -> dict[str, Any]:
         ]
         flat = [x.flatten(0, -2) if x.dim() > 1 else x for x in tensors]  # as a matrix product sees them
         args = json.loads(ops.arguments[i] or "[]")
-        kind = kind_of(target, args, flat if target.split(".")[1] in PRODUCTS else tensors)
+        kind = op_kind(target, args, flat if target.split(".")[1] in PRODUCTS else tensors)
         work.append((ops.flops[i], ops.bytes_moved[i], compute_dtype(tensors, kind), kind))
     return {**{k: row[k] for k in KEYS}, "work": work}
 

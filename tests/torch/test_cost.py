@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tracer.costs.roofline import compute_dtype, kind_of, op_bytes, op_flops
+from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, op_kind
 from tracer.record.rows import op_row
 from tracer.step.step import load_spec
 
@@ -89,7 +89,7 @@ def test_attention_on_the_cpu_counts_as_much_as_on_a_gpu() -> None:
 def test_an_op_is_of_a_kind() -> None:
     def kind(name: str, groups: int, *weight: int, half: bool = False) -> tuple[str, str]:
         x = torch.empty(weight, dtype=torch.bfloat16 if half else torch.float32)
-        of = kind_of(f"aten.{name}.default", [*[None] * (9 if "backward" in name else 8), groups], [x])
+        of = op_kind(f"aten.{name}.default", [*[None] * (9 if "backward" in name else 8), groups], [x])
         return of, compute_dtype([x], of)
 
     assert kind("convolution", 2, 8, 4, 3, 3) == ("convolution", "tf32")

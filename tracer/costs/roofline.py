@@ -79,7 +79,7 @@ def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, kind: s
     return round(max(compute_s, memory_s) * 1e9) + device.launch_ns
 
 
-def kind_of(target: str, args: Sequence[Any], tensors: Iterable[torch.Tensor]) -> str:
+def op_kind(target: str, args: Sequence[Any], tensors: Iterable[torch.Tensor]) -> str:
     """The kind of an op, as REACHED has it, that takes and returns these tensors."""
     name = target.removeprefix("aten.").partition(".")[0]
     if name in PRODUCTS:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from tracer.costs.cost import NO_COST, Cost
-from tracer.costs.roofline import STREAM, compute_dtype, kind_of, op_bytes, op_flops
+from tracer.costs.roofline import STREAM, compute_dtype, op_bytes, op_flops, op_kind
 from tracer.costs.rows import LibraryWorkspace, OpRow, StorageRow
 from tracer.torch_api import pytree
 from traces.records.trace import BACKWARD, VIEW, WORKSPACE, Ops, Storages, uses_of
@@ -24,7 +24,7 @@ def op_row(
     """The row of a call, without its costs. `flags`: of the op; a view computes nothing and moves nothing."""
     view = bool(flags & VIEW)
     made = list(tensors_in(out)) or list(tensors_in(overwritten(func, args, kwargs)))
-    kind = STREAM if view else kind_of(str(func), args, (*given, *made))
+    kind = STREAM if view else op_kind(str(func), args, (*given, *made))
     return OpRow(
         target=str(func),
         flops=0 if view else op_flops(func, args, kwargs, out),
