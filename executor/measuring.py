@@ -117,12 +117,7 @@ def perform(job: Job) -> JobResult:
             done()
             return scale_of(step.scaler) >= before
 
-        def keep_all() -> Once:
-            known: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
-            other = apply_plan(copy.deepcopy(model, known), replace(plan, actions=(), rewrites=()))
-            return partial(run, other)
-
-        return partial(run, model), keep_all
+        return partial(run, model), lambda: partial(run, kept_all(model, plan))
 
     measure = _measure_cuda if job.device.startswith("cuda") else _measure_cpu
     with counting(job.memory_steps + (job.warmup + job.runs) * (1 + job.beside)) as done:
@@ -130,6 +125,14 @@ def perform(job: Job) -> JobResult:
     if rehearsed:
         figures = replace(figures, step_time_ns=None, times_ns=(), keep_all_times_ns=())
     return JobResult(figures=figures, environment=environment(job.device))
+
+
+def kept_all(model: Any, plan: Plan) -> Any:
+    """A copy of the model on the same parameters and buffers, by the plan's graphs with everything saved."""
+    from executor.training.module import apply_plan
+
+    known: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    return apply_plan(copy.deepcopy(model, known), replace(plan, actions=(), rewrites=()))
 
 
 def _measure_cpu(prepare: Prepare, job: Job) -> RunFigures:

@@ -7,7 +7,6 @@ Milliseconds, the least of RUNS steps. On a GPU that its host keeps waiting, a s
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from functools import partial
 import click
 import torch
 
-from executor import apply_plan
+from executor.measuring import kept_all
 from simulator import plan
 from tests.bench.rehearsed import MODELS
 from tracer import trace
@@ -41,8 +40,7 @@ def main(names: tuple[str, ...], amp: str) -> None:
         options = {**MODELS.get(name, {}), "amp": amp}
         empty = plan(trace(name, device="cuda", rounds=1, **options), None)
         step = load_spec(name, options, seed=0)("cuda")
-        known = {id(x): x for x in (*step.model.parameters(), *step.model.buffers())}
-        rewritten = apply_plan(copy.deepcopy(step.model, known), empty)
+        rewritten = kept_all(step.model, empty)
         steps = [partial(run_step, step, model, step.optimizer) for model in (step.model, rewritten)]
         times = [[milliseconds(s) for s in steps] for _ in range(RUNS)]
         eager, saved = (min(of) for of in zip(*times, strict=True))
