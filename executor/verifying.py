@@ -29,6 +29,9 @@ NOISE_FACTOR = 10.0
 LARGEST_ERROR = 0.2  # of the gradient of an approximate plan that states none, relative L2
 ROUNDING = 1e-5  # relative; float32 carries 6e-8, and a gradient sums many rounded terms
 LOW_PRECISION = {"bfloat16": 3e-2, "float16": 4e-3}  # four roundings
+VARYING = (
+    "cuBLAS may vary: set CUBLAS_WORKSPACE_CONFIG=:4096:8 before CUDA begins, or run `execute`, which does"
+)
 KINDS = ("loss", "gradients", "parameters", "optimizer_state", "buffers", "rng_state")
 SCALER = "scaler_state"  # one more kind, where the step has a gradient scaler
 
@@ -97,7 +100,7 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
     allowed["loss"] = max(allowed["loss"], ROUNDING * max(map(abs, noise.losses)))
     within = all(gap <= allowed[k] for k, gap in outcome.max_abs_difference.items())
     note = f"an untouched model differs from itself by {max(of.values()):.2g}, whose kernels vary"
-    return replace(outcome, equal=within, note=note)
+    return _noted(replace(outcome, equal=within), note)
 
 
 def _rounded(outcome: Verification, plan: Plan) -> Verification:
@@ -115,7 +118,11 @@ def _rounded(outcome: Verification, plan: Plan) -> Verification:
             f"the first step agrees with the untouched model's to {off:.1e} of the largest gradient, of {most:.0e} "
             "allowed"
         )
-    return replace(outcome, equal=off <= most, note=f"a plan of the class {plan.exactness}: {told}")
+    return _noted(replace(outcome, equal=off <= most), f"a plan of the class {plan.exactness}: {told}")
+
+
+def _noted(outcome: Verification, note: str) -> Verification:
+    return replace(outcome, note="; ".join(filter(None, (outcome.note, note))))
 
 
 def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verification:
@@ -162,8 +169,9 @@ def _compare(
     except RuntimeError as error:
         if warn_only or "deterministic" not in str(error):
             raise
+        note = VARYING if "CUBLAS_WORKSPACE_CONFIG" in str(error) else ""
     del a, b
-    return _compare(build, first, second, device, steps, warn_only=True)
+    return _noted(_compare(build, first, second, device, steps, warn_only=True), note)
 
 
 def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:

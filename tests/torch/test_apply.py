@@ -200,19 +200,28 @@ def test_verification_of_an_honest_plan(honest: tuple[Any, Plan]) -> None:
     assert len(outcome.losses) == 2
 
 
+@pytest.mark.parametrize(
+    "why",
+    [
+        "histc does not have a deterministic implementation",
+        "this uses CuBLAS and is not deterministic: set CUBLAS_WORKSPACE_CONFIG=:4096:8",
+    ],
+)
 def test_kernels_that_vary_are_allowed_only_where_a_step_needs_one(
-    monkeypatch: pytest.MonkeyPatch, honest: tuple[Any, Plan]
+    monkeypatch: pytest.MonkeyPatch, honest: tuple[Any, Plan], why: str
 ) -> None:
     asked: list[bool] = []
 
     def train(*sides: Any) -> Any:
         asked.append(torch.is_deterministic_algorithms_warn_only_enabled())
         if not asked[-1]:
-            raise RuntimeError("histc does not have a deterministic implementation")
+            raise RuntimeError(why)
         return _train(*sides)
 
     monkeypatch.setattr("executor.verifying._train", train)
-    assert verify(*honest, steps=1).bit_equal
+    found = verify(*honest, steps=1)
+    assert found.bit_equal
+    assert ("CUBLAS_WORKSPACE_CONFIG" in found.note) is ("CuBLAS" in why)
     assert asked == [False, True]
 
 
