@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -94,38 +94,29 @@ def fake_conversions() -> Iterator[None]:
     """Under a fake mode, let `module.to(...)`, `.half()`, `.cpu()` work in the body: parameters stay the objects that
     they are, as real ones do.
 
-    Of fake ones torch would swap what is in them, which it refuses where there are weak references, or replace them, so
-    that an optimizer or another module has the old ones (torch/nn/modules/module.py, by its release).
+    Fake ones torch may replace, so that an optimizer or another module has the old ones; told to, it swaps what is in
+    them.
     """
-    if not is_fake():
-        yield
-        return
-
-    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        for module in self.children() if recurse else ():
-            module._apply(fn)
-        for parameter in self.parameters(recurse=False):
-            with torch.no_grad():
-                _put(parameter, nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad))
-        for key, buffer in self.named_buffers(recurse=False):
-            setattr(self, key, fn(buffer))
-        return self
-
-    with replaced(nn.Module, _apply=apply):
-        yield
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(before or is_fake())
+    try:
+        with _swapping():
+            yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def _put(parameter: nn.Parameter, new: torch.Tensor) -> None:
-    """Put another tensor into a parameter. A mode has weak references to its tensors, and loses nothing."""
-    with replaced(torch.utils, weakref=SimpleNamespace(getweakrefs=lambda _: [])):
-        swap_tensors(parameter, new)
+def _swapping() -> AbstractContextManager[None]:
+    """Let torch swap tensors to which there are weak references: a mode has some to its own, and loses nothing."""
+    return replaced(torch.utils, weakref=SimpleNamespace(getweakrefs=lambda _: []))
 
 
 def make_fake(model: nn.Module, mode: Any) -> None:
     """Make the parameters and buffers of a model fake, where it was made outside the mode: the same objects."""
     for parameter in model.parameters():
         if not isinstance(parameter, FakeTensor):
-            _put(parameter, mode.from_tensor(parameter))
+            with _swapping():
+                swap_tensors(parameter, mode.from_tensor(parameter))
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             if not isinstance(buffer, FakeTensor):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tracer.step.context import detect_fake_mode
 from tracer.step.loop import TrainingStep
@@ -168,8 +169,11 @@ class _Twins:
             own = x if isinstance(x, nn.Parameter) else x.detach()
             return x if here else self.add(own, "a tensor of the model")
 
-        tensor, parameter = (replaced(kind, __deepcopy__=deepcopy) for kind in (torch.Tensor, nn.Parameter))
-        with tensor, parameter:
+        class Copying(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return (deepcopy if func is torch.Tensor.__deepcopy__ else func)(*args, **(kwargs or {}))
+
+        with Copying(), replaced(nn.Parameter, __deepcopy__=deepcopy):
             yield
 
     def batch(self, batch: Any) -> Any:
