@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 def net() -> small_nets.Built:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(128, 8))
+    model = nn.Sequential(*(Block() for _ in range(2)), nn.Linear(128, 8))
     batch = torch.randn(8, 256, 128), torch.randint(8, (8, 256))
 
     def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -178,13 +178,13 @@ def test_a_copy_trains_by_the_plan(how: str, used: bool, plan: Plan, tmp_path: P
 
 
 class Deep(nn.Module):
-    """Linear, GELU, batch norm and dropout, five times: what plans can make smaller."""
+    """Linear, GELU, batch norm and dropout, three times: what plans can make smaller."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         blocks = (
-            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.BatchNorm1d(32), nn.Dropout(0.2)) for _ in range(5)
+            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.BatchNorm1d(32), nn.Dropout(0.2)) for _ in range(3)
         )
         self.blocks = nn.Sequential(*blocks)
 
