@@ -92,17 +92,10 @@ Script = Callable[[nn.Module], Any]
 ROWS: dict[str, tuple[Callable[[], nn.Module], Script, str, Callable[[Any], torch.Tensor]]] = {}
 # All rows that are added as slow, and these, which run no line of Lowtide's that no other row runs.
 SLOW = {
-    "an_activation_appended", "a_hook_that_stores_features_added_later", "a_global_hook_that_stores",
-    "a_buffer_reassigned_with_its_graph", "a_counter_among_globals", "a_convolution_s_stride",
-    "a_number_among_the_arguments", "a_weight_pruned", "batch_norm_momentum", "gelu_of_another_formula",
-    "an_entry_of_a_dict", "a_table_that_a_helper_reads", "a_config_s_flag", "statistics_read_between_two_norms",
-    "one_block_in_evaluation_mode", "a_flag_for_a_number", "a_teacher_that_follows_in_forward",
-    "an_object_s_number", "a_default_of_a_helper", "a_closure_s_variable_changed",
-    "deterministic_algorithms_that_forward_asks_for", "a_view_without_its_gradient", "one_half_alone",
-    "weights_made_by_a_parametrization", "noise_by_torch", "a_hook_that_transforms",
-    "hooks_on_output_and_parameters", "a_linear_deleted_and_put_back", "an_activation_replaced_by_its_like",
-    "nothing_that_forward_reads", "backward_into_some_parameters", "training_and_evaluation_by_turns",
-    "a_call_of_a_part_s_own", "an_attribute_of_the_class_changed", "a_shape_noted",
+    "a_buffer_reassigned_with_its_graph", "a_number_among_the_arguments", "a_weight_pruned",
+    "one_block_in_evaluation_mode", "a_flag_for_a_number", "an_object_s_number", "a_closure_s_variable_changed",
+    "deterministic_algorithms_that_forward_asks_for", "weights_made_by_a_parametrization",
+    "hooks_on_output_and_parameters", "training_and_evaluation_by_turns",
 }  # fmt: skip
 
 
@@ -312,14 +305,8 @@ changes(
     ),
 )
 changes(
-    batch_norm_momentum=lambda m: setattr(m.block.norm, "momentum", 0.5),
-    an_activation_replaced_by_its_like=lambda m: setattr(m.block, "act", nn.GELU()),
-    gelu_of_another_formula=lambda m: setattr(m.block.act, "approximate", "tanh"),
-    an_entry_of_a_dict=lambda m: m.table.update(shift=0.125),
     a_parameter_replaced=lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach() * 2)),
     weights_tied=lambda m: setattr(m.head, "weight", m.block.linear.weight),
-    nothing_that_forward_reads=lambda m: setattr(m, "epoch", getattr(m, "epoch", 0) + 1),
-    a_linear_deleted_and_put_back=lambda m: setattr(m.block, "linear", m.block._modules.pop("linear")),
 )
 changes(
     "another graph",
@@ -327,7 +314,6 @@ changes(
     a_block_s_forward_replaced_on_the_instance=lambda m: setattr(
         m.block, "forward", lambda x, linear=m.block.linear: linear(x).tanh()
     ),
-    a_config_s_flag=lambda m: setattr(m.config, "use_cache", True),
     parameters_frozen=lambda m: m.block.requires_grad_(False),
     a_weight_pruned=lambda m: prune.l1_unstructured(m.head, "weight", 0.5),
 )
@@ -338,10 +324,8 @@ SCALE = 1.0
 
 
 class WithGlobals(Linear):
-    power = 2.0
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).sigmoid() ** self.power * SCALE
+        return self.linear(x).sigmoid() ** 2.0 * SCALE
 
 
 def switched(
@@ -364,34 +348,12 @@ def switched(
 
 
 switched("a_global_changed", lambda m, x: globals().update(SCALE=x))
-switched("an_attribute_of_the_class_changed", lambda m, x: setattr(WithGlobals, "power", x), (2.0, 3.0))
 switched(
     "forward_replaced_in_the_class",
     lambda m, x: setattr(WithGlobals, "forward", x),
     (WithGlobals.forward, lambda self, x: self.linear(x).tanh()),
     ends="another graph",
 )
-
-
-TABLE = {"outer": 1.0}
-
-
-def by_default(x: torch.Tensor, gain: float = 1.0) -> torch.Tensor:
-    return x * gain
-
-
-class Helped(Linear):
-    """The numbers that decide its result stand behind functions that its forward calls."""
-
-    def helper(self, x: torch.Tensor) -> torch.Tensor:
-        return by_default(x * TABLE["outer"])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.helper(self.linear(x).sigmoid())
-
-
-switched("a_table_that_a_helper_reads", lambda m, x: TABLE.update(outer=x), net=Helped)
-switched("a_default_of_a_helper", lambda m, x: setattr(by_default, "__defaults__", (x,)), net=Helped)
 
 
 def closure() -> tuple[type[nn.Module], Callable[[float], None]]:
@@ -412,14 +374,6 @@ Closed, set_gain = closure()
 
 
 switched("a_closure_s_variable_changed", lambda m, x: set_gain(x), net=Closed)
-
-
-def pooled(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.conv(x[:, None]).relu().mean(2)
-
-
-Convolution = made_of(pooled, conv=partial(nn.Conv1d, 1, 2, 3, padding=1))
-changes(net=Convolution, a_convolution_s_stride=lambda m: setattr(m.conv, "stride", (2,)))
 
 
 class Tensors(Linear):
@@ -699,9 +653,6 @@ rows(
 )
 
 
-rows(backward_into_some_parameters=lambda m: total(m(batch())).backward(inputs=[m.head.weight]))
-
-
 @row()
 def hooks_on_output_and_parameters(m: Any) -> Any:
     seen = []
@@ -759,17 +710,12 @@ def one_output_alone(m: Any) -> Any:
     return optimizer.state_dict()
 
 
-# Its outputs are parts of one value, whose gradient is put together from both.
-Halves = made_of(lambda s, x: tuple(part.sigmoid() for part in s.linear(x).sigmoid().split(4, 1)))
-
-
 rows(
     "leaves out an output",
     Heads,
     one_output_at_another_size=lambda m: (step(m), m(batch()[:3])["a"].sum().backward()),
 )
 rows("leaves out an output", Steep, one_output_without_a_steep_one=lambda m: m(batch())["a"].sum().backward())
-rows(net=Halves, one_half_alone=lambda m: m(batch())[1].sum().backward())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -826,21 +772,9 @@ def a_counter(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y * self.calls
 
 
-@stateful(EQUAL)
-def a_shape_noted(self: Any, y: torch.Tensor) -> torch.Tensor:
-    self.shape = y.shape
-    return y
-
-
 @stateful("self.last")
 def an_activation_noted(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.last = y
-    return y
-
-
-@stateful("self.seen")
-def an_activation_appended(self: Any, y: torch.Tensor) -> torch.Tensor:
-    self.seen.append(y.detach())
     return y
 
 
@@ -921,9 +855,6 @@ rows(
             m.register_forward_hook(lambda _, args, out: seen.append(out.detach().clone())),
         )
     ),
-    a_hook_that_stores_features_added_later=storing(
-        lambda m, seen: (step(m), m.block.register_forward_hook(lambda _, args, out: seen.append(out)))
-    ),
     post_accumulate_hooks_and_gradients_asked_for=storing(
         lambda m, seen: m.head.weight.register_post_accumulate_grad_hook(
             lambda p: seen.append(p.grad.clone())
@@ -951,9 +882,6 @@ class Hooked(WithGlobals):
         self.linear.register_forward_hook(lambda module, args, out: out * 0.5)
 
 
-rows(net=Hooked, a_hook_that_transforms=lambda m: steps(m))
-
-
 def normed() -> nn.Module:
     """Its weights are made by torch's hooks."""
     with warnings.catch_warnings(action="ignore"):  # deprecated, and in many models
@@ -969,16 +897,6 @@ Parametrized = made_of(
     linear=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
 )
 rows(net=Parametrized, weights_made_by_a_parametrization=trained)
-
-
-@row()
-def a_global_hook_that_stores(m: Any) -> Any:
-    seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(out))
-    try:
-        return steps(m), len(seen)
-    finally:
-        handle.remove()
 
 
 @stateful("hook")
@@ -1102,15 +1020,7 @@ rows(net=Shallow, inside_a_checkpoint=lambda m: total(checkpoint(m, batch(), use
 # ---------------------------------------------------------------------------------------------------------------------
 # What no plan sees: state that forward, hooks and backward keep outside of the graph
 
-CALLS = 0
 DICE = random.Random(3)
-
-
-@stateful("cannot be captured")
-def a_counter_among_globals(self: Any, y: torch.Tensor) -> torch.Tensor:
-    global CALLS
-    CALLS = (CALLS + 1) % 4
-    return y * CALLS
 
 
 @stateful("cannot be captured")
@@ -1198,10 +1108,6 @@ class CalledOtherwise(Linear):
 
 
 rows("another graph", net=CalledOtherwise, a_call_of_the_class_s_own=lambda m: steps(m))
-
-
-HoldsOne = made_of(lambda s, x: s.inner(x).sigmoid(), inner=CalledOtherwise)
-rows("another graph", net=HoldsOne, a_call_of_a_part_s_own=lambda m: steps(m))
 
 
 class Distilled(nn.Module):
@@ -1369,13 +1275,6 @@ def by_turns(s: Any, x: torch.Tensor) -> torch.Tensor:
     return s.n.train()(y).sigmoid()
 
 
-def follow(s: Any) -> Any:
-    with torch.no_grad():
-        for p, q in zip(s.teacher.parameters(), s.a.parameters(), strict=True):
-            p.lerp_(q, 0.5)
-    return s.teacher
-
-
 def written(s: Any, x: torch.Tensor) -> torch.Tensor:
     y, at = torch.mul(x, 2, out=torch.empty(6, 8)).clone() + s.a(x), s.opts["k"]
     s.seen[at : at + 6], s.opts["k"] = y.detach(), 6 - at
@@ -1392,20 +1291,14 @@ def bins(x: torch.Tensor) -> torch.Tensor:
 
 F, Pair = functional, collections.namedtuple("Pair", "a b")
 models(
-    noise_by_torch=lambda s, x: s.a(x).sigmoid() + torch.rand(8) * torch.randn_like(x),
     a_checkpoint_inside=lambda s, x: checkpoint(
         lambda y: s.drop(s.a(y)).sigmoid(), s.b(x), use_reentrant=False
     ),
-    statistics_read_between_two_norms=lambda s, x: s.n(s.n(s.a(x)).cos() * s.n.running_var).cos(),
     a_norm_that_shares_its_statistics=lambda s, x: s.n(s.n(s.a(x)).sigmoid()) * s.n.running_var,
     a_norm_in_evaluation_and_then_in_training=by_turns,
     a_spectral_norm=lambda s, x: s.spectral(x).sigmoid(),
     writes_of_every_kind=written,
-    a_teacher_that_follows_in_forward=lambda s, x: s.a(x).sigmoid() - follow(s)(x),
     a_gradient_of_its_own=lambda s, x: (lambda y, i: y.gather(1, i))(*OwnGradient.apply(s.a(x), 2.0)),
-    a_view_without_its_gradient=lambda s, x: (lambda y: (y, y, y.T, y[1:].detach(), y > 0, x, s.seen))(
-        s.b(x)
-    ),
 )
 models(
     slow=True,

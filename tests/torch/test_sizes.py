@@ -150,14 +150,6 @@ def test_few_captures_serve_calls_of_all_sizes(make: Any, first: Sizes, others: 
     assert len(fits(planned)) <= (2 + len(others) if make is gpt2 else 3)
 
 
-@pytest.mark.slow
-def test_a_plan_for_the_longest_that_the_model_takes_serves_shorter_calls() -> None:
-    """There torch records a slice of all as an alias, which makes no other structure and decides nothing."""
-    eager, planned, batch = pair(bert, (4, 24))
-    same_steps(eager, planned, batch, [(4, n) for n in (24, 12, 16, 9, 24, 2, 13, 23)])
-    assert len(fits(planned)) <= 3
-
-
 class Deciding(nn.Module):
     """Decides by its argument's length, makes a table of it, or computes with its root."""
 
