@@ -182,7 +182,6 @@ def untaken(c: Prediction) -> Replay:
 
 
 UNKNOWN: Final = "none"  # keys of a trace's `workspace`
-RULES: Final = ("approximate", "rules", "rules elsewhere")  # the last two of older traces
 APPROXIMATE: Final = "approximate"
 FAKE, REHEARSED_MODE = "fake", "rehearsed"  # modes of a trace
 NOTABLE_PERCENT: Final = 2  # an underestimate by more than this is not left without a warning
@@ -257,15 +256,10 @@ def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
 def _found(c: Prediction) -> Iterator[tuple[str, str, dict[str, int]]]:
     meta, trace, kind = c.trace.meta, c.step.trace, kind_of(c.trace.meta)
     counts = trace.meta.workspace
-    unknown, rules = unknown_ops(trace), sum(counts.get(name, 0) for name in RULES)
-    if unknown or rules:
+    if unknown := unknown_ops(trace):
         # The trace's own counts: an op that overwrites its argument is known to allocate nothing, and has no events.
-        number, computing = counts.get(UNKNOWN, 0) or len(unknown), sum(counts.values())
-        told = {
-            "number": number,
-            "computing": computing or sum(not f & VIEW for f in trace.ops.flags),
-            "rules": rules,
-        }
+        computing = sum(counts.values()) or sum(not f & VIEW for f in trace.ops.flags)
+        told = {"number": counts.get(UNKNOWN, 0) or len(unknown), "computing": computing}
         yield APPROXIMATE if meta.mode == FAKE else "unknown-workspaces", kind, told
     peak, untouched = c.saved.timeline.peak_allocated_bytes, untouched_peak_bytes(c)
     figures = {"extra_bytes": untouched - peak, "peak_bytes": peak}
