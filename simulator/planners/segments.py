@@ -113,7 +113,8 @@ def plan_per_block(problem: Problem, budget_bytes: int, limits: Limits = DEFAULT
 
     The number of blocks does not follow the budget; a model without repeated blocks is left as it is.
     """
-    block = block_segments(problem.trace.ops.module[: problem.forward_end])
+    modules = problem.trace.ops.module[: problem.forward_end]
+    block = numbered(modules, block_paths(modules))
     return _cheapest(problem, "per-block", budget_bytes, [block])
 
 
@@ -126,7 +127,8 @@ def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limi
 
     Source: torch/utils/checkpoint.py, `checkpoint_sequential`. Ignores: segments of unequal length.
     """
-    block = sequence_of(problem.trace.ops.module[: problem.forward_end])
+    modules = problem.trace.ops.module[: problem.forward_end]
+    block = numbered(modules, block_paths(modules) or {path: path for path in modules if path})
     count = max(block, default=OUTSIDE) + 1
     rows = (
         [OUTSIDE if b == OUTSIDE else torch_segment(b, count, segments) for b in block]
@@ -141,28 +143,19 @@ def torch_segment(block: int, blocks: int, segments: int) -> int:
     return OUTSIDE if number == segments - 1 else number
 
 
-def sequence_of(modules: Sequence[str]) -> list[int]:
-    """The number of each op's block in the sequence; OUTSIDE for ops in none."""
-    return _numbered(modules, block_paths(modules) or {path: path for path in modules if path})
-
-
-def block_segments(modules: Sequence[str]) -> list[int]:
-    """The block of each op by its module path; OUTSIDE for ops in none.
-
-    A block is a member of a numbered container that has modules of its own: `layer1.0`, `encoder.layer.3`, `h.5`,
-    `features.denseblock1.denselayer2`. Of nested ones the first unbroken run of numbered names counts, so that
-    `encoder.block.0.layer.1` belongs to `encoder.block.0` and `features.1.0.block.2` to `features.1.0`.
-    """
-    return _numbered(modules, block_paths(modules))
-
-
-def _numbered(modules: Sequence[str], block: Mapping[str, str]) -> list[int]:
+def numbered(modules: Sequence[str], block: Mapping[str, str]) -> list[int]:
+    """The number of each op's block, in their order, by its module path; OUTSIDE for ops in none."""
     number: dict[str, int] = {}
     return [number.setdefault(block[path], len(number)) if path in block else OUTSIDE for path in modules]
 
 
 def block_paths(modules: Sequence[str]) -> dict[str, str]:
-    """Module path -> the path of its block, as in `block_segments`; paths in no block are left out."""
+    """Module path -> the path of its block; paths in no block are left out.
+
+    A block is a member of a numbered container that has modules of its own: `layer1.0`, `encoder.layer.3`, `h.5`,
+    `features.denseblock1.denselayer2`. Of nested ones the first unbroken run of numbered names counts, so that
+    `encoder.block.0.layer.1` belongs to `encoder.block.0` and `features.1.0.block.2` to `features.1.0`.
+    """
     parents: set[str] = set()
     paths = dict.fromkeys(modules)
     for path in paths:

@@ -12,7 +12,7 @@ from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, mu_two_paper, plan_with
 from simulator.planners.mu_two import Costs, Search, cheapest
 from simulator.planners.outcome import Infeasible
-from simulator.planners.segments import OUTSIDE, block_segments, equal_segments, sequence_of, torch_segment
+from simulator.planners.segments import OUTSIDE, block_paths, equal_segments, numbered, torch_segment
 from tests.strategies import traces
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
@@ -142,7 +142,7 @@ def test_a_border_is_saved_for_the_next_segment_where_a_recomputation_reads_it(
     ],
 )
 def test_blocks_follow_the_numbered_containers(paths: list[str], blocks: list[int]) -> None:
-    assert block_segments(paths) == blocks
+    assert numbered(paths, block_paths(paths)) == blocks
 
 
 def test_per_block_keeps_random_values_and_block_inputs() -> None:
@@ -354,5 +354,4 @@ def test_checkpoint_sequential_takes_the_fastest_number_that_fits() -> None:
     plan = plan_with("checkpoint-sequential", Problem(of), peak(of) * 80 // 100)
     assert peak(of, plan) <= peak(of) * 80 // 100
     assert plan_with("checkpoint-sequential", Problem(of), UNLIMITED).actions == ()
-    assert sequence_of(["a.0.x", "a.0.x", "", "a.1.y", "b"]) == [0, 0, OUTSIDE, 1, OUTSIDE]
-    assert sequence_of(["a", "b", "a", ""]) == [0, 1, 0, OUTSIDE]  # no repeated blocks: the modules
+    assert numbered(["a", "b", "a", ""], {"a": "a", "b": "b"}) == [0, 1, 0, OUTSIDE]
