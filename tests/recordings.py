@@ -66,7 +66,9 @@ class Recorded:
             # In the large pool nothing of up to 1 MiB stands alone: it belongs to the block before it.
             if rest.size - size > (0 if pool.small else MIB):
                 rest = rest.cut(size)
-            allocator.adopt(block, size)
+            block.allocated, block.requested = True, size
+            allocator.allocated += block.size
+            allocator.requested += size
             self.there[address] = block
         if rest.usable:
             pool.insert(rest)

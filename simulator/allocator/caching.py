@@ -203,19 +203,14 @@ class Allocator:
             else size < self.settings.max_split_bytes and rest > SMALL_BYTES
         ):
             pool.insert(block.cut(size, rest_is_older=True))
-        self.adopt(block, size_bytes)
+        block.allocated, block.requested = True, size_bytes
+        self.allocated += block.size
+        self.requested += size_bytes
         if self.allocated > self.peak_allocated:  # not max(), in the innermost loop of what takes seconds
             self.peak_allocated = self.allocated
         if self.requested > self.peak_requested:
             self.peak_requested = self.requested
         return block
-
-    def adopt(self, block: Block, requested_bytes: int) -> None:
-        """Count a block that is in no pool as allocated."""
-        block.allocated = True
-        block.requested = requested_bytes
-        self.allocated += block.size
-        self.requested += requested_bytes
 
     def free(self, block: Block) -> None:
         """Give a block back; it can be used again at once."""

@@ -270,16 +270,18 @@ class Residents:
 
     @classmethod
     def of(cls, trace: Trace, *, gradients: bool = True) -> Residents:
-        """Return those of a trace; without `gradients`, none that an earlier part of the iteration left or one before
-        it.
-        """
+        """Return those of a trace; without `gradients`, none that something before this iteration left."""
         sts = trace.storages
         residents = [
             s
             for s, producer in enumerate(sts.producer)
             if producer < 0 and sts.nbytes[s] and (gradients or sts.category[s] != GRADIENT)
         ]
-        workspaces = _workspaces(trace, residents)
+        workspaces: dict[int, list[int]] = {}
+        for s in residents:
+            uses = [n for n in (sts.first_forward_use[s], sts.first_backward_use[s]) if n >= 0]
+            if sts.category[s] == WORKSPACE and uses:  # of others nobody knows when they came
+                workspaces.setdefault(min(uses), []).append(s)
         late = {s for made in workspaces.values() for s in made}
         state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in late]
         late |= {*state}
@@ -288,14 +290,3 @@ class Residents:
             state=tuple(sts.nbytes[s] for s in state),
             workspaces={op: tuple(sts.nbytes[s] for s in made) for op, made in workspaces.items()},
         )
-
-
-def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:
-    """Op -> the workspaces that libraries keep from it on; of others nobody knows when they came."""
-    sts = trace.storages
-    out: dict[int, list[int]] = {}
-    for s in residents:
-        uses = [n for n in (sts.first_forward_use[s], sts.first_backward_use[s]) if n >= 0]
-        if sts.category[s] == WORKSPACE and uses:
-            out.setdefault(min(uses), []).append(s)
-    return out
