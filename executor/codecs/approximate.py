@@ -31,17 +31,7 @@ def noise(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 
-def pack(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
-    """Write the payload of numbers that lie one after another."""
-    (_pack_intervals if ":" in format else _pack_groups)(flat, payload, format)
-
-
-def unpack(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
-    """Write the numbers of a payload, one after another."""
-    (_unpack_intervals if ":" in format else _unpack_groups)(flat, payload, format)
-
-
-def _pack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
+def pack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
     buffer = _buffer(flat)
     rounding = torch.empty_like(buffer) if format not in FP8 else buffer
     bits = FORMATS[format].bits
@@ -70,7 +60,7 @@ def _pack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None
         codes.copy_(r)
 
 
-def _unpack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
+def unpack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
     buffer, bits = _buffer(flat), FORMATS[format].bits
     for numbers, scales, codes in _chunks(flat, payload, format):
         x = buffer[: len(codes)]
@@ -109,7 +99,7 @@ def _chunks(
         yield numbers, [row[a : a + step] for row in scales], codes[a : a + step]
 
 
-def _pack_intervals(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
+def pack_intervals(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
     """The numbers of eight intervals, one of each eighth of a chunk, make one word, of which the lower bytes stay."""
     bits, buffer, bounds = _few_bits(flat, format, 0)
     for numbers, codes in zip(flat.split(CHUNK), payload.view(-1, bits).split(CHUNK // 8), strict=True):
@@ -122,7 +112,7 @@ def _pack_intervals(flat: torch.Tensor, payload: torch.Tensor, format: str) -> N
         codes.copy_(words.view(torch.uint8).view(-1, 4)[:, :bits])
 
 
-def _unpack_intervals(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
+def unpack_intervals(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
     bits, buffer, points = _few_bits(flat, format, 1)
     for numbers, codes in zip(flat.split(CHUNK), payload.view(-1, bits).split(CHUNK // 8), strict=True):
         places = buffer[: 8 * len(codes)]

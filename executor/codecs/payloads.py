@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from executor.codecs import approximate
+from executor.codecs.approximate import pack_groups, pack_intervals, unpack_groups, unpack_intervals
 from simulator.core.formats import FORMATS
 from traces.errors import PlanError
 
@@ -37,7 +37,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
     elif format in NARROW:
         payload.view(NARROW[format]).copy_(flat)
     elif x.numel():
-        approximate.pack(flat, payload, format)
+        (pack_intervals if ":" in format else pack_groups)(flat, payload, format)
     return payload
 
 
@@ -63,7 +63,7 @@ def unpack(
     elif format in NARROW:
         flat.copy_(payload.view(NARROW[format]))
     elif out.numel():
-        approximate.unpack(flat, payload, format)
+        (unpack_intervals if ":" in format else unpack_groups)(flat, payload, format)
     return out
 
 
