@@ -227,15 +227,7 @@ def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
     """Return whether two tensors of one layout hold the same bits: 0 and -0, which are equal, do not."""
     if x is None or y is None:
         return x is y
-    pair = [v.detach() for v in (x, y)]
-    if x.is_complex():
-        pair = [torch.view_as_real(v.resolve_conj()) for v in pair]
-    if pair[0].is_floating_point():
-        pair = [v.view(_INTS[v.element_size()]) for v in pair]
-    return torch.equal(*pair)
-
-
-_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return torch.equal(*(v.detach().resolve_conj().reshape(-1).view(torch.uint8) for v in (x, y)))
 
 
 def _difference(x: torch.Tensor | None, y: torch.Tensor | None) -> float:
