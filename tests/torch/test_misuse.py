@@ -13,7 +13,6 @@ import random
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -92,11 +91,10 @@ Script = Callable[[nn.Module], Any]
 ROWS: dict[str, tuple[Callable[[], nn.Module], Script, str, Callable[[Any], torch.Tensor]]] = {}
 # All rows that are added as slow, and these, which run no line of Lowtide's that no other row runs.
 SLOW = {
-    "a_buffer_reassigned_with_its_graph", "a_number_among_the_arguments", "a_weight_pruned",
-    "one_block_in_evaluation_mode", "a_flag_for_a_number", "an_object_s_number", "a_closure_s_variable_changed",
+    "a_weight_pruned",
+    "one_block_in_evaluation_mode", "a_closure_s_variable_changed",
     "deterministic_algorithms_that_forward_asks_for", "weights_made_by_a_parametrization",
-    "hooks_on_output_and_parameters", "training_and_evaluation_by_turns",
-}  # fmt: skip
+    }  # fmt: skip
 
 
 def total(out: Any) -> torch.Tensor:
@@ -403,15 +401,6 @@ class Arguments(Linear):
         return self.linear(x).sigmoid() * gain
 
 
-rows(
-    net=Arguments,
-    a_number_among_the_arguments=lambda m: [step(m, gain=gain) for gain in (1.0, 2.0, 2.5, 1.0)],
-)
-
-
-rows(net=Arguments, a_flag_for_a_number=lambda m: [step(m, gain=gain) for gain in (1.0, 1, True)])
-
-
 ONES = np.ones(2_000)
 BOX = SimpleNamespace(values=1.0)
 
@@ -435,14 +424,6 @@ def arrays(m: Any) -> Any:
 class WithObject(Arguments):
     def forward(self, x: torch.Tensor, values: Any = BOX) -> Any:
         return super().forward(x, values)
-
-
-@row(net=WithObject)
-def an_object_s_number(m: Any) -> Any:
-    box = SimpleNamespace(values=1.0)
-    losses = [step(m, values=box)]
-    box.values = 3.0
-    return [*losses, step(m, values=box), step(m, values=SimpleNamespace(values=1.0))]
 
 
 rows(
@@ -601,15 +582,6 @@ def evaluation_between_forward_and_backward(m: Any) -> Any:
     return out
 
 
-AsksWhetherItTrains = made_of(lambda s, x: functional.dropout(s.linear(x), 0.5, training=s.training))
-rows(
-    net=AsksWhetherItTrains,
-    training_and_evaluation_by_turns=lambda m: [
-        (step(m.train(), batch(k)), m.eval()(batch(k))) for k in range(3)
-    ],
-)
-
-
 @row(net=Sigmoid)
 def a_gradient_penalty_without_the_plan(m: Any) -> Any:
     losses = []
@@ -651,17 +623,6 @@ rows(
         total(m(batch())), [m.head.weight, m.block.linear.bias]
     )
 )
-
-
-@row()
-def hooks_on_output_and_parameters(m: Any) -> Any:
-    seen = []
-    m.head.weight.register_hook(lambda g: g * 2)
-    m.block.linear.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    out = m(batch())
-    out.register_hook(lambda g: g * 0.5)
-    total(out).backward()
-    return seen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -752,12 +713,6 @@ def stateful(ends: str, net: Callable[[], nn.Module] = Stateful) -> Callable[[An
         row(ends, kind)(script)
 
     return add
-
-
-@stateful(EQUAL)
-def a_buffer_reassigned_with_its_graph(self: Any, y: torch.Tensor) -> torch.Tensor:
-    self.ema = 0.9 * self.ema.detach() + 0.1 * y.mean(0)
-    return y - self.ema
 
 
 @stateful(EQUAL)
@@ -902,12 +857,6 @@ rows(net=Parametrized, weights_made_by_a_parametrization=trained)
 @stateful("hook")
 def a_tensor_hook_in_forward_that_stores(self: Any, y: torch.Tensor) -> torch.Tensor:
     y.register_hook(self.seen.append)
-    return y * 2
-
-
-@stateful(EQUAL)
-def a_tensor_hook_in_forward_that_scales(self: Any, y: torch.Tensor) -> torch.Tensor:
-    y.register_hook(lambda g: g * 0.5)
     return y * 2
 
 
@@ -1069,16 +1018,6 @@ class ByLambda(Linear):
         return self.scaled(x)
 
 
-class ByProxy(ByLambda):
-    def __init__(self) -> None:
-        super().__init__()
-        me = weakref.proxy(self)
-        self.scaled = lambda x: me.linear(x).sigmoid() * me.scale
-
-
-rows("cannot be captured", net=ByProxy, a_weak_proxy_of_self=lambda m: steps(m))
-
-
 class NamesItsOwn(nn.Sequential):
     """Its optimizer is to see its head alone."""
 
@@ -1108,28 +1047,6 @@ class CalledOtherwise(Linear):
 
 
 rows("another graph", net=CalledOtherwise, a_call_of_the_class_s_own=lambda m: steps(m))
-
-
-class Distilled(nn.Module):
-    """A teacher that follows its student, in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.Linear(8, 8)
-        self._teachers = [copy.deepcopy(self.student).requires_grad_(False)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.student(x).sigmoid() - self._teachers[0](x)
-
-
-@row(net=Distilled)
-def a_teacher_in_a_list(m: Any) -> Any:
-    losses = []
-    for k in range(3):
-        losses.append(step(m, batch(k)))
-        m._teachers[0].weight.lerp_(m.student.weight.detach(), 0.5)
-    m._teachers[0] = copy.deepcopy(m._teachers[0])
-    return losses, step(m)
 
 
 class AddsMain(torch.autograd.Function):
@@ -1203,18 +1120,6 @@ def a_hook_with_a_state(m: Any) -> Any:
     hook = Averaging()
     m.block.register_forward_hook(hook)
     return steps(m), hook.mean
-
-
-@row()
-def post_accumulate_hooks_and_chosen_inputs(m: Any) -> Any:
-    seen = []
-    for name, p in m.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad.clone())))
-    total(m(batch())).backward(inputs=[m.head.weight])
-    total(m(batch(1))).backward()
-    return dict(seen[:1]), dict(
-        sorted(seen[1:], key=lambda x: x[0])
-    )  # which comes first is autograd's affair
 
 
 @row("shallow copy", net=Shallow)
@@ -1528,7 +1433,6 @@ rows(
 rows(
     "an argument was changed in place",
     Shallow,
-    the_input_refilled_through_data=between(lambda m, x: x.data.fill_(2)),
     the_input_s_memory_refilled_by_numpy=between(lambda m, x: x.numpy().fill(2)),
 )
 rows(
