@@ -44,13 +44,6 @@ def test_predicted_is_rehearsed(model: str, loop: str) -> None:
     check(model, {**MODELS[model], **LOOPS[loop]})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet18", "bert-tiny"])
-def test_predicted_is_rehearsed_in_bfloat16(model: str) -> None:
-    """The casts of weights go when autocast ends."""
-    check(model, {**MODELS[model], "amp": "bfloat16"})
-
-
 def test_a_loop_of_options_is_rehearsed(tmp_path: Path) -> None:
     """Parts, clipping and autocast's casts of weights, beside embedding, norms and a loss that the model computes."""
     (tmp_path / "net.py").write_text(WORDS)

@@ -157,20 +157,9 @@ def rows(
         SLOW.update([name] if slow else [])
 
 
-def changes(
-    ends: str = EQUAL, net: Callable[[], nn.Module] = Net, *, first: bool = False, **functions: Script
-) -> None:
-    """Rows of functions that change the model between two steps; `first`: another each, before the first one."""
-    for name, function in functions.items():
-        rows(ends, net, **{name: changed(function)})
-        if first:
-            before = partial(changed_before, function)
-            rows(ends, net, slow=True, **{f"{name}_before_the_first_step": before})
-
-
-def changed_before(change: Script, m: nn.Module) -> Any:
-    change(m)
-    return step(m), step(m, batch(2))
+def changes(ends: str = EQUAL, net: Callable[[], nn.Module] = Net, **functions: Script) -> None:
+    """Rows of functions that change the model between two steps."""
+    rows(ends, net, **{name: changed(function) for name, function in functions.items()})
 
 
 def made_of(forward: Callable[..., Any], **parts: Callable[[], Any]) -> type[nn.Module]:
@@ -287,11 +276,10 @@ class SetBack:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Changes of the model between two steps, and before the first
+# Changes of the model between two steps
 
 
 changes(
-    first=True,
     dropout_p=lambda m: setattr(m.block.drop, "p", 0.5),
     a_scalar_of_the_root=lambda m: setattr(m, "scale", 0.5),
     a_config_replaced=lambda m: setattr(
@@ -314,8 +302,8 @@ changes(
     ),
     parameters_frozen=lambda m: m.block.requires_grad_(False),
     a_weight_pruned=lambda m: prune.l1_unstructured(m.head, "weight", 0.5),
+    one_block_in_evaluation_mode=lambda m: m.block.eval(),
 )
-changes("another graph", first=True, one_block_in_evaluation_mode=lambda m: m.block.eval())
 
 
 SCALE = 1.0
