@@ -92,9 +92,11 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Script, str, Callable[[Any], torc
 # All rows that are added as slow, and these, which run no line of Lowtide's that no other row runs.
 SLOW = {
     "a_weight_pruned",
-    "one_block_in_evaluation_mode", "a_closure_s_variable_changed",
-    "deterministic_algorithms_that_forward_asks_for", "weights_made_by_a_parametrization",
-    }  # fmt: skip
+    "one_block_in_evaluation_mode",
+    "a_closure_s_variable_changed",
+    "deterministic_algorithms_that_forward_asks_for",
+    "weights_made_by_a_parametrization",
+}
 
 
 def total(out: Any) -> torch.Tensor:
