@@ -84,9 +84,8 @@ def exports(plan: Plan | dict[str, Any], model: str = "") -> dict[str, Any]:
 
 
 def _saved(problem: Problem, schedule: Any, block: dict[str, str]) -> dict[str, dict[str, list[int]]]:
-    """Return, for each block of which the plan does not save all that backward reads, the calls whose results it saves:
-    op -> which of its calls there.
-    """
+    """Return the calls whose results the plan saves, op -> which of its calls, for each block of which it does not save
+    all that backward reads."""
     ops, there, calls = problem.trace.ops, schedule.made_by(schedule.forward_steps), Counter[Any]()
     needed = [[s for s in made if problem.saved_by_default[s]] for made in problem.creates]
     forward = [op for op in range(problem.forward_end) if ops.module[op] in block]

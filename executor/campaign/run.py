@@ -169,15 +169,11 @@ def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[s
 
 def run_campaign(book: Book, cases: Sequence[Case], root: Path, say: Say, dask: str = "") -> Book:
     """Run cases; returns the book, which had no records, with their results. They also stand in `campaign.json` in the
-    directory, each as it is made, and those that stand there already are not run again, except what failed.
+    directory, each as it is made, and those that stand there already are not run again, except what failed. `dask`: the
+    address of a Dask scheduler on whose workers the cases run, those of one step one after another.
 
-    Args:
-        dask: the address of a Dask scheduler on whose workers the cases run, those of one step one after another; "":
-            on this machine.
-
-    Raises:
-        EnvironmentProblem: there is no such device here, or no scheduler; TraceError: the directory holds something
-            else, or another campaign.
+    Raises EnvironmentProblem: there is no such device here, or no scheduler; TraceError: the directory holds something
+    else, or another campaign.
     """
     order = {_name(case): number for number, case in enumerate(cases, 1)}
     root = root.absolute() if dask else root

@@ -117,10 +117,7 @@ class Composed:
 
 def compose(folder: Path, links: Links) -> Composed:
     """The step that was recorded in a folder (`record.recording`), where communication takes the time of such links.
-
-    Raises:
-        SpecError: blocks run forward after others ran backward, or backward reaches none.
-    """
+    Raises SpecError: blocks run forward after others ran backward, or backward reaches none."""
     told = read_json(folder / STEP)
     used, stretches = dict(told["graphs"]), [Stretch(*mark) for mark in told["marks"]]
     count = Counter((s.what, s.block) for s in stretches)

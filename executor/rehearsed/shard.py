@@ -23,9 +23,7 @@ def sharded(step: TrainingStep, how: str) -> TrainingStep:
 
     fsdp2: `fully_shard` of each block (`blocks_of`), then of the root; mixed precision, with gradients reduced in
     float32, in place of autocast. ddp: DistributedDataParallel. Ignores: `no_sync`, and what else scripts choose.
-
-    Raises:
-        SpecError: it cannot be sharded, and why.
+    Raises SpecError: it cannot be sharded, and why.
     """
     model, optimizer = step.model, step.optimizer
     for wrong, why in (

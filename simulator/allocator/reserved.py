@@ -138,19 +138,17 @@ def _play(
         running = phase
 
     allocator.reset_peaks()
-    for k, (block, size) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
+    for k, (block, size) in enumerate([*zip(requests.blocks, requests.sizes, strict=True), (0, -1)]):
         while phases and phases[-1][1] == k:
             begin(phases.pop()[0])
         while once and once[-1][0] == k:
             allocator.malloc(once.pop()[1])
+        if size < 0:  # the end
+            break
         if block >= 0:
             held.setdefault(block, []).append(allocator.malloc(size))
         else:
             allocator.free(held[~block].pop(0))
-    while phases:
-        begin(phases.pop()[0])
-    while once:
-        allocator.malloc(once.pop()[1])
     begin("")
     return parts
 

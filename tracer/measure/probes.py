@@ -129,9 +129,7 @@ def memory_profiler() -> Iterator[Any]:
 
 
 def cpu_account(prof: Any, prefix: str) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
-    """The CPU allocator's events, as (ns, bytes; negative where they are freed) in order of time, and when the marks
-    whose names begin so began and ended.
-    """
+    """The CPU allocator's events by time, as (ns, bytes; negative: freed), and when marks so named began and ended."""
     events: list[tuple[int, int]] = []
     spans: dict[str, tuple[int, int]] = {}
     stack = list(prof.profiler.kineto_results.experimental_event_tree())

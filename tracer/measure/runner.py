@@ -34,12 +34,8 @@ class GraphRunner:
         self._calls = 1  # of the model in a step, once the first has counted them
 
     def run(self, watch: Watch | None, at_last_call: Callable[[], object] = lambda: None) -> None:
-        """One training step.
-
-        Args:
-            watch: is shown the ops of the last call of the model, and of what follows; in the first step those of all.
-            at_last_call: told when the last of several calls of the model begins.
-        """
+        """One training step. The watch is shown the ops of the model's last call, and what follows; in the first step
+        those of all. `at_last_call`: told when the last of several calls begins."""
         last = self._calls
         mode = None if watch is None else _Watched(watch, watches=last == 1)
         self._calls = 0

@@ -51,11 +51,8 @@ def measure(
     say: Say = silent,
 ) -> Measured:
     """Times and allocations of a step that was recorded on fake tensors of the same device. In a rehearsal nothing is
-    timed. `rounds`: timed ones, of which each op's median counts.
-
-    Raises:
-        TraceError: the real step ran other ops than the recorded one.
-        CaptureError: the real step's loss code or optimizer failed.
+    timed. `rounds`: timed ones, of which each op's median counts. Raises TraceError: the real step ran other ops than
+    the recorded one; CaptureError: its loss code or optimizer failed.
     """
     cuda = device.startswith("cuda")
     rehearsed = cuda and rehearsing()

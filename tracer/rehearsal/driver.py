@@ -45,11 +45,8 @@ class CudaTorch:
 
 
 def find_cuda_torch() -> CudaTorch:
-    """The torch of this interpreter.
-
-    Raises:
-        EnvironmentProblem: there is none, it was built without CUDA, or this is not Linux; says what to install.
-    """
+    """The torch of this interpreter. Raises EnvironmentProblem: there is none, or it has no CUDA, or this is not Linux;
+    says what to install."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise EnvironmentProblem(
@@ -71,11 +68,7 @@ def find_cuda_torch() -> CudaTorch:
 
 
 def driver_directory(torch: CudaTorch) -> Path:
-    """Where the driver for that torch is; built there if it is not yet.
-
-    Raises:
-        EnvironmentProblem: there is no C compiler, or it fails.
-    """
+    """Where the driver for that torch is; it is built once. Raises EnvironmentProblem: no C compiler, or it fails."""
     imported = (n for name in _CALLERS for n in undefined_symbols(torch.libraries / name))
     sources, commands = _sources(imported, torch.cuda[0]), _commands(torch.cuda[0])
     # The very text that is compiled, so that no driver is found under the name of others.

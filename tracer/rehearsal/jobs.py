@@ -36,11 +36,7 @@ class Job:
         return self.ranks // self.nodes
 
     def variables(self, rank: int) -> dict[str, str]:
-        """The environment of one rank, as torchrun sets it.
-
-        Raises:
-            SpecError: there is no such rank.
-        """
+        """The environment of one rank, as torchrun sets it. Raises SpecError: there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise SpecError(f"there is no rank {rank} among {self.ranks}; they count from 0.")
         node, local = divmod(rank, self.local_ranks)
@@ -81,11 +77,8 @@ class Launch:
 def jobs_of(
     launch: Launch | None, ranks: Sequence[int], rank: Sequence[int], nodes: int | None
 ) -> Sequence[tuple[Job | None, int]]:
-    """Return which rank of which job to rehearse, in turn; (None, 0) where there is no job.
-
-    Raises:
-        SpecError: they contradict each other, or nobody says how many ranks there are.
-    """
+    """Return which rank of which job to rehearse, in turn; (None, 0) where there is no job. Raises SpecError: they
+    contradict each other, or nobody says how many ranks there are."""
     sizes = ranks or ((launch.ranks,) if launch else ())
     if not sizes:
         if rank or nodes:
@@ -110,10 +103,8 @@ def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     """Read a command line that starts a distributed program; None if it is not one.
 
     `torchrun ...`, `python -m torch.distributed.run ...` and `accelerate launch ...` are read by their own parsers.
-    `python ...` is one if the job is `distributed`.
-
-    Raises:
-        SpecError: they do not understand it; EnvironmentProblem: the launcher is not installed.
+    `python ...` is one if the job is `distributed`. Raises SpecError: they do not understand it; EnvironmentProblem:
+    the launcher is not installed.
     """
     first, *rest = words
     if first == "torchrun":

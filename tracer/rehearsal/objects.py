@@ -131,11 +131,7 @@ def _rebuilt(
 
 
 def save(objects: Any, path: Path) -> None:
-    """Write objects to a file.
-
-    Raises:
-        SpecError: they cannot be carried; says which and why.
-    """
+    """Write objects to a file. Raises SpecError: they cannot be carried; says which and why."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(objects)

@@ -52,12 +52,8 @@ def at_the_peak(
     owned_us: int,
     phase_at: Callable[[int], str],
 ) -> tuple[tuple[Alive, ...], dict[str, int]]:
-    """What was in use at the highest point since `began_us`, and its bytes by category.
-
-    Args:
-        events: of torch's memory history, for one GPU.
-        owned: addresses of parameters, gradients and state, as they were at `owned_us`.
-    """
+    """What was in use at the highest point since `began_us`, and its bytes by category. `owned`: addresses of
+    parameters, gradients and state, as they were at `owned_us`."""
     blocks: dict[int, Event] = {}
     now = highest = 0
     at = -1

@@ -62,25 +62,20 @@ def rehearse(
         model: a name that `trace` knows, "file.py:function", or a script with a training loop of its own.
         gpu: of the device table, as "h100".
         options: of the step (batch_size, optimizer ...), as `tracer.step.step.load_spec` takes them.
-        arguments: of a script.
         script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
         apply: the "module:function" that applies a plan, which takes the model and returns the one to call, and what
             else it takes: the plan's file.
         around: the "module:function" of a context in which the loop or the script runs, and its arguments.
         shard: the "module:function" that makes the step of one of several ranks of the step that was built, its model
             on the CPU, and its arguments.
-        seed: of the random generators.
-        iterations: how many are run, by default as many as a prediction plays; of a script, after how many optimizer
-            steps it is ended.
+        iterations: how many are run, by default as many as a prediction plays; a script's are optimizer steps.
         alloc_conf: PYTORCH_ALLOC_CONF, unless the environment sets it.
         snapshot: write torch's own memory snapshot here (`simulate replay`, pytorch.org/memory_viz).
         job: of which distributed job the process is rank number `rank`; None: it is started alone. The other ranks are
             not there, and are taken to hold what this one holds (`tracer.rehearsal.absent`).
         module: `model` is a module that is run as a script, as by `python -m`.
 
-    Returns:
-        The figures. If the GPU's memory does not suffice, `out_of_memory` says so, and the figures are those of a GPU
-        with as much as it takes.
+    If the GPU's memory does not suffice, `out_of_memory` says so, and the figures are those of a GPU with enough.
 
     Raises:
         EnvironmentProblem: no CUDA build of torch, no C compiler; or the step asks for what the null driver has not,

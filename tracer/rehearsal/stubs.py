@@ -83,9 +83,7 @@ def undefined_symbols(path: Path) -> tuple[str, ...]:
     """The names that the library uses and does not define, without their versions, in the file's order.
 
     Reads the section headers, the dynamic symbols and their names alone, so that a library of 500 MB costs nothing.
-
-    Raises:
-        EnvironmentProblem: it is no little-endian 64-bit ELF file, or damaged.
+    Raises EnvironmentProblem: it is no little-endian 64-bit ELF file, or damaged.
     """
     with path.open("rb") as file:
         try:

@@ -105,9 +105,7 @@ class BuildFunction(UserStep):
             return replace(step, autocast=Autocast(dtype=made["amp"]))
 
     def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> Any:
-        """Return what the function returns. Where it needs values that fake tensors lack, it is called for real, in
-        memory.
-        """
+        """Return what the function returns. It is called for real, in memory, where it needs values that fakes lack."""
         with self._explained(f"{self.function}() failed"):
             with initialisers_without_values(), fake_conversions():
                 try:
@@ -189,9 +187,7 @@ def _belongs(file: str, directory: Path) -> bool:
 
 
 def _needs_values(error: Exception) -> bool:
-    """Return whether code failed because tensors were fake: it read their values, or made modules that learn their
-    sizes.
-    """
+    """Return whether code failed because tensors were fake: it read values, or made modules that learn their sizes."""
     lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)
     return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 

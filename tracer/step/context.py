@@ -124,9 +124,7 @@ def make_fake(model: nn.Module, mode: Any) -> None:
 
 
 def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return what `make` makes; under a fake mode it is fake, and made in memory first only where making it needs
-    values.
-    """
+    """Return what `make` makes; under a fake mode a fake, made in memory first only where making it needs values."""
     with initialisers_without_values():
         try:
             return make()

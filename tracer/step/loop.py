@@ -69,11 +69,7 @@ def run_step(
     """One iteration of the step's loop, under its autocast and with its scaler; returns the last loss.
 
     Each of several parts that accumulate gradients runs on the same batch, and its loss is divided by their number.
-
-    Args:
-        model: `step.model`, or what stands in for it.
-        optimizer: None leaves the parameters as they are.
-        on_phase: told when forward, backward and the optimizer begin; None: nobody is.
+    `model`: what stands in for `step.model`; `on_phase`: told when forward, backward and the optimizer begin.
     """
     tell = on_phase or (lambda phase: None)
     loop, scaler = step.loop, step.scaler

@@ -44,9 +44,7 @@ def move_state(optimizer: torch.optim.Optimizer, device: str) -> None:
 
 
 def stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether a tensor of the optimizer is on the CPU although the parameters are on a GPU, as step counters
-    are.
-    """
+    """Return whether a tensor of the optimizer is on the CPU, as step counters are, when parameters are on a GPU."""
     groups = [] if optimizer is None else optimizer.param_groups
     return x.dim() == 0 and not any(g.get("fused") or g.get("capturable") for g in groups)
 

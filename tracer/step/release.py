@@ -77,9 +77,7 @@ def hands_over(parameters: Iterable[torch.Tensor]) -> bool:
 def hand(
     parameter: torch.Tensor, box: list[torch.Tensor], around: AbstractContextManager[Any] | None = None
 ) -> None:
-    """Give a parameter the gradient in the box, as autograd would: it is accumulated, and hooks run. `around`: what
-    leads to that, which no untouched step has.
-    """
+    """Give a parameter the gradient in the box, as autograd would. `around`: what leads there, in no untouched step."""
     with around or nullcontext(), torch.enable_grad():
         token = _Gradient.apply(box, parameter)
         given = token.new_empty(0)

@@ -74,10 +74,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
             (without ":function" the function is `build`).
         options: those of `tracer.api.Options`, optimizer and amp; None as a value means "not given". A user's
             function gets those that its signature names.
-        seed: of torch's and Python's random generators, set before each build.
 
-    Raises:
-        SpecError: unknown name or option, missing file; EnvironmentProblem: torch is not installed.
+    Raises SpecError: unknown name or option, missing file; EnvironmentProblem: torch is not installed.
     """
     from tracer.torch_api import require_torch
 

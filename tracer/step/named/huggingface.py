@@ -102,12 +102,8 @@ def config_step(
 
     The weights are random and of the type that `options` say, whatever `data` says. No attention mask is passed: every
     sequence has the full length. `task`: a key of TASKS; None: the first that transformers has for it, or that the
-    configuration names.
-
-    Raises:
-        SpecError: transformers has no such architecture, or none of it for the task, or it cannot be built so; or
-            its batch is one that only the user can make.
-        EnvironmentProblem: transformers is not installed or is too old.
+    configuration names. Raises SpecError: transformers has no such architecture, or none of it for the task, or it
+    cannot be built so, or only the user can make its batch; EnvironmentProblem: transformers is missing or too old.
     """
     with unset_fake_temporarily():
         transformers = import_transformers()

@@ -19,12 +19,8 @@ from traces.model_spec import TIMM
 
 
 def image_size_of(reference: str) -> int:
-    """The side of the images that a model's published weights take, in pixels.
-
-    Raises:
-        SpecError: timm has no such model; names the closest ones.
-        EnvironmentProblem: timm is not installed.
-    """
+    """The side of the images that a model's published weights take, in pixels. Raises SpecError: it is not timm's;
+    EnvironmentProblem: there is no timm."""
     timm, name = _timm(), reference.removeprefix(TIMM)
     if not timm.is_model(name.partition(".")[0]):
         known = timm.list_models()
@@ -37,11 +33,8 @@ def image_size_of(reference: str) -> int:
 
 def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingStep:
     """Build a timm model in training mode, one random batch, cross-entropy and the optimizer. `reference`: "timm:" and
-    timm's own name, with or without the tag of its weights.
-
-    Raises:
-        SpecError: the model cannot be made for that image size, or is no classifier.
-        EnvironmentProblem: timm is not installed.
+    timm's own name, with or without the tag of its weights. Raises SpecError: it cannot be made for that image size, or
+    is no classifier; EnvironmentProblem: there is no timm.
     """
     with unset_fake_temporarily():
         timm = _timm()
