@@ -119,15 +119,13 @@ def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: S
 
 
 def _row(traced: Traced, question: Question, trace: Trace, batch_size: int) -> SweepRow:
-    problem, sts = Problem(trace), trace.storages
-    answer = ask(problem, question)
+    answer, told = ask(Problem(trace), question), trace.summary()
     c, fits = answer.found or answer.asked, answer.found is not None
     plan_path = traced.directory / f"plan-b{batch_size}.json"
     if fits:
         c.plan.save(plan_path)
     else:
         plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
-    saved = problem.saved_by_default
     assert answer.budget_bytes is not None
     return SweepRow(
         batch_size=batch_size,
@@ -140,11 +138,9 @@ def _row(traced: Traced, question: Question, trace: Trace, batch_size: int) -> S
         recomputed_ops=c.planned.timeline.recomputed_ops,
         breakdown_baseline=peak_by_category(trace, c.saved.schedule, c.saved.timeline),
         breakdown_plan=peak_by_category(c.step.trace, c.planned.schedule, c.planned.timeline) if fits else {},
-        activation_bytes=sum(n for n, kept in zip(sts.nbytes, saved, strict=True) if kept),
-        parameter_bytes=sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == PARAMETER),
-        ops=len(trace.ops),
-        storages=len(sts),
-        flops=sum(trace.ops.flops),
+        activation_bytes=told["saved_bytes"],
+        parameter_bytes=told["resident_bytes"].get(PARAMETER, 0),
+        **{k: told[k] for k in ("ops", "storages", "flops")},
         plan_path=plan_path.name if fits else "",
         trace_path=str(traced.path(batch_size).relative_to(traced.directory)),
         message="" if answer.refusal is None else str(answer.refusal),
