@@ -1,7 +1,5 @@
 """Predict what a training step needs from its trace, and plan it into a memory budget. Never imports torch.
 
-    from simulator import simulate, plan, bound, pareto, max_batch, compare, Infeasible
-
     simulate("resnet152")                     # peak, step time, reserved memory; in a notebook with its timeline
     found = plan("resnet152", "60%")          # the cheapest plan found; found.save("plan.json") for `execute`
     simulate("resnet152", found)              # the step with it

@@ -58,15 +58,13 @@ class DeviceMemory:
 def device_memory(
     kind: str | None = None, *, gpu: str | None = None, memory: str | None = None, context: str | None = None
 ) -> DeviceMemory | None:
-    """Return the memory that the user named; None if that is nothing.
+    """Return the memory that the user named; None if that is nothing. Raises SpecError: no such device, no size, or a
+    device of another kind than the trace's.
 
     Args:
         kind: of the trace that is to fit, cuda or cpu; None: as the device is, and a size alone is of a CPU.
         gpu: an entry of the device table; memory: a size such as 40GiB, instead of the entry's or without one.
         context: what the CUDA context takes; None: the assumed value on a GPU, nothing on the CPU.
-
-    Raises:
-        SpecError: no such device, no size, or a device of another kind than the trace's.
     """
     if gpu is None and memory is None:
         if context is not None:
@@ -206,8 +204,7 @@ def device_fit(
     peak_bytes: int | None = None,
     requests: Requests | None = None,
 ) -> DeviceFit:
-    """Return what a schedule needs under a setting, and whether that fits its device; `peak_bytes` and `requests`:
-    where they are known to be others than the replay's."""
+    """Return what a schedule needs under a setting, and if that fits; `peak_bytes`, `requests`: if not the replay's."""
     peak = replay.timeline.peak_allocated_bytes if peak_bytes is None else peak_bytes
     settings, device, schedule = setting.settings, setting.device, replay.schedule
     if settings is None:

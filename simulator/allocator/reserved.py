@@ -65,15 +65,9 @@ def reserved_peak(
     device_memory_bytes: int | None = None,
     requests: Requests | None = None,
 ) -> ReservedFigures:
-    """Run a schedule several times through one simulated allocator, from the first iteration on.
-
-    Args:
-        iterations: how many to run at most. When one asked for no new memory, the next would be the same, so it ends.
-        device_memory_bytes: what the device has for the allocator; None: enough.
-        requests: to be played in place of the schedule's.
-
-    Raises:
-        OutOfMemory: the device has less than this takes.
+    """Run a schedule several times through one simulated allocator, from the first iteration on; `requests` in place of
+    its own. When an iteration asked for no new memory, the next would be the same, so it ends. Raises OutOfMemory: the
+    device has less than this takes.
 
     Counts: rounding, splitting, fragmentation, cached segments that stay reserved, the order in which the first
     iteration asks; the ops' own temporaries where they are known. Ignores: side streams, what ran before the first

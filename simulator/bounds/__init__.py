@@ -181,9 +181,7 @@ class Instants:
         self._weigh(reader, read)
 
     def _weigh(self, reader: NDArray[np.int64], read: NDArray[np.int64]) -> None:
-        """Return what is in memory whatever the plan: before each op, by what each op reads beyond that, and at each
-        op.
-        """
+        """Weigh what is in memory whatever the plan: before each op, by what it reads beyond that, and at each op."""
         ops, sizes = self.trace.ops, self.nbytes
         begin, end = self.producer + 1, self.until + 1
         lasts = (begin > 0) & (begin < end)

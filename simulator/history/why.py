@@ -108,9 +108,7 @@ def _rest(h: History) -> str:
 
 
 def why(source: Source, question: Question) -> Why:
-    """Explain a run. Of a trace the question says which budget or device it is to fit, and a plan is looked for if it
-    does not.
-    """
+    """Explain a run. The question says what budget or device a trace is to fit; if not, a plan is looked for."""
     h, c, over = source.history, source.prediction, _over(source, question)
     remedies: list[Remedy] = []
     if c is not None and over is None:

@@ -172,9 +172,7 @@ class _Step:
         return need
 
     def hidden(self, values: Iterable[int], rate: int) -> list[int]:
-        """Try values one after the other; return those whose copies all hide behind the ops, and of which none is there
-        at the peak.
-        """
+        """Of values that are tried one after the other those whose copies all hide, none of them there at the peak."""
         start, saved = self.start, self.problem.saved
         peak_op = saved.schedule.op[saved.timeline.peak_step]
         later = [i for i in self.graph[BACKWARD] if i > peak_op]

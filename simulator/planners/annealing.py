@@ -69,15 +69,9 @@ class Annealer:
         target_ns: int = 0,
         ns_per_byte: float = 0.0,
     ) -> Found | None:
-        """Walk from what `state` saves; the best plan of all walks so far, None if none fits.
-
-        Args:
-            state: where to begin, not changed; may be over the budget.
-            steps: how many to walk in all, as `kernels.anneal` counts them.
-            clock: when to end before that, wherever it is.
-            heat: scales the first temperature.
-            target_ns: a time of the step that is good enough to end at.
-            ns_per_byte: what the last byte of the budget is worth at least.
+        """Walk so many steps, or until the clock is over or the step takes `target_ns`, from what `state` saves, be it
+        over the budget; the best plan of all walks so far, None if none fits. `heat` scales the first temperature;
+        the last byte of the budget is worth `ns_per_byte` at least.
         """
         if not len(self.values) or steps <= 0:
             return self.best

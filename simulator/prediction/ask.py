@@ -125,15 +125,8 @@ class Question:
 def question(
     budget: str | int | None = None, device: Device | None = None, **words: Unpack[Words]
 ) -> Question:
-    """The question that words mean.
-
-    Args:
-        budget: as `Question` has it.
-        device: what the plan is to fit: a name such as "a100-40", a size such as "40GiB" or in bytes, or the memory.
-
-    Raises:
-        SpecError: one means nothing in any trace; before any trace is read.
-        TypeError: there is no such word.
+    """The question that words mean. `device`: what the plan is to fit: a name such as "a100-40", a size such as "40GiB"
+    or in bytes, or the memory. Raises SpecError: a word means nothing in any trace; TypeError: there is no such word.
     """
     if unknown := words.keys() - Words.__annotations__.keys():
         raise TypeError(f"{sorted(unknown)[0]!r} is no word of a question.")
@@ -449,14 +442,8 @@ def plan(
 
 
 def bound(trace: Source, budget: Budget) -> Bound:
-    """Return what every plan within a budget of allocated memory must add to the step's time at least, certified.
-
-    Returns:
-        `added_time_ns`, `overhead_percent` and the `reason`; `feasible` is False where certainly no plan fits.
-
-    Raises:
-        SpecError: no such budget.
-    """
+    """Return what every plan within a budget of allocated memory must add to the step's time at least, certified;
+    `feasible` is False where certainly no plan fits. Raises SpecError: no such budget."""
     asked, problem = question(budget), problem_of(trace)
     limit, _ = asked.limit(predict(problem, asked.setting(problem.trace.meta)))
     assert limit is not None

@@ -196,9 +196,8 @@ TRIED: Final = "; of the steps as the rewrites that were tried change them"  # a
 
 
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
-    """Return what every plan within the budget adds at least, with these levers or without; if there is more to choose
-    than the number of tiles of one head, in the combinations that were tried.
-    """
+    """Return what every plan within the budget adds at least, with these levers or without; in the combinations that
+    were tried, if there is more to choose than the number of tiles of one head."""
     best = changed_steps(problem, budget_bytes, levers)[0]
     rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
     bound, time_ns = best.bound, problem.trace.time_ns

@@ -103,9 +103,7 @@ def metadata(trace: Trace) -> Table:
 
 
 def in_words(found: Answer) -> list[tuple[str, str]]:
-    """Return what there is to say of an answer, each with a word before it; none with what goes on about the one
-    before.
-    """
+    """Return what there is to say of an answer, each with a word before it; "": it goes on about the one before."""
     c = found.planned
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
     lines, time = [("budget", _budget(found)), *_device(c)], show_time(after.step_time_ns)

@@ -128,13 +128,9 @@ def table(
     total: Sequence[Any] = (),
     **more: str,
 ) -> Table:
-    """A table with one row for each of `rows`.
-
-    Args:
-        columns: the title, the kind (a key of SHOWN, CODE, NUMBER for a number that comes ready as a Cell, or "") and
-            the value of a row. A value that is a Cell or text already stays as it is.
-        total: the values of the last row, shown like the others.
-        more: `caption`.
+    """A table with one row for each of `rows`, and `total`, the values of the last. A column is its title, its kind (a
+    key of SHOWN, CODE, NUMBER for a number that comes ready as a Cell, or "") and the value of a row. A value that is a
+    Cell or text already stays as it is.
     """
 
     def shown(kind: str, value: Any) -> Cell | str:

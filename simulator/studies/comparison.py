@@ -29,20 +29,15 @@ def compare(
     progress: Say = silent,
     **words: Unpack[Words],
 ) -> Study[Row]:
-    """Set planners side by side on one trace and budget of allocated memory.
+    """Set planners (None: all) side by side on one trace and budget of allocated memory.
 
     Args:
-        planners: names; None: all.
         device: whether each plan fits it.
         name: of the trace, for the answer.
         words: as for `plan`, but none of levers; `seconds` is for each planner.
 
-    Returns:
-        a row for each planner, in the order given: peak, added time, gap to the bound of the constrained problem, or
-        why it has no plan.
-
-    Raises:
-        SpecError: no such budget, planner or device.
+    Returns a row for each planner, as given: peak, added time, gap to the bound, or why it has no plan. Raises
+    SpecError: no such budget, planner or device.
     """
     asks = replace(question(budget, device, **words).of_planner(), budget_of=ALLOCATED)
     problem = problem_of(trace)

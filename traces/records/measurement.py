@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 
 def steady(iterations: Sequence[T]) -> Sequence[T]:
-    """Return those in the steady state: all after the first, which makes the optimizer's state; the first if it is
-    alone.
-    """
+    """Return those in the steady state: all after the first, which makes the optimizer's state, or it alone."""
     return iterations[1:] or iterations
 
 
@@ -59,9 +57,7 @@ class RunFigures:
 
 
 def slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
-    """Percent by which the plan's step time is above keep-all's, of steps in turns the median over pairs; None where a
-    time is unknown.
-    """
+    """Percent by which the plan's time is above keep-all's, of steps in turns the median over pairs; None: unknown."""
     if plan.keep_all_times_ns:
         pairs = zip(plan.times_ns, plan.keep_all_times_ns, strict=True)
         return 100.0 * (statistics.median(p / k for p, k in pairs) - 1.0)

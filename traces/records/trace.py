@@ -374,12 +374,8 @@ def eager_runs(flags: Sequence[int], graph: Sequence[int]) -> tuple[tuple[int, i
 def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool = True) -> str:
     """A short digest of what a plan depends on: which ops run in which order on which storages.
 
-    Times, flops and workspaces are left out, so a fake and a real trace of one step share it.
-
-    Args:
-        ops, storages: the tables.
-        sizes: whether sizes and shapes count (False: the same model at another batch size is equal).
-        eager: whether ops outside the captured model graph count (the loss code and the optimizer).
+    Times, flops and workspaces are left out, so a fake and a real trace of one step share it; without `sizes` those, so
+    that another batch size does; without `eager` ops outside the captured model graph (loss code, optimizer).
     """
     h = hashlib.sha256()
 
