@@ -55,13 +55,11 @@ def add_eviction(k: int, s: int, evictions: Any, n: int) -> int:
     """Add an eviction of s after op k to the sorted evictions[:, :n], unless they have it or are full; their number."""
     if n >= evictions.shape[1]:
         return n
-    begin, end = 0, n
-    while begin < end:
-        middle = (begin + end) // 2
-        if evictions[0, middle] < k or (evictions[0, middle] == k and evictions[1, middle] < s):
-            begin = middle + 1
-        else:
-            end = middle
+    begin = n
+    while begin and (
+        evictions[0, begin - 1] > k or (evictions[0, begin - 1] == k and evictions[1, begin - 1] >= s)
+    ):
+        begin -= 1
     if begin < n and evictions[0, begin] == k and evictions[1, begin] == s:
         return n
     for j in range(n, begin, -1):

@@ -273,13 +273,7 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
     transient, adds = facts.transient_bytes, facts.adds_bytes
     live = facts.resident_bytes
     peak, at = live if not n else long(-1), long(-1)
-    for k in range(forward):
-        top = live + transient[k] - taken[k]
-        live += adds[k] - freed[k]
-        peaks[k] = top
-        if top > peak:
-            peak, at = top, k
-    for k in range(forward, n):
+    for k in range(n):
         q = op[k]
         top = live + transient[q if q >= 0 else ~q] - taken[k]
         live += (adds[q] if q >= 0 else peaks[k]) - freed[k]
