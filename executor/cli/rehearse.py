@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.cli.options import numbers
 from simulator.core.limits import parse_budget
 from simulator.show.tables import table
 from traces.commands import Grouped, Output, OutputFile, Refused, answer_options, step_options
@@ -34,13 +35,6 @@ APPLY = "executor.training.module:apply_plan"
 SHARD = "executor.rehearsed.shard:sharded"
 
 
-def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them: "0,1,7"."""
-    if text and not all(part.isdecimal() for part in text.split(",")):
-        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 0,7")
-    return tuple(dict.fromkeys(map(int, text.split(",")))) if text else ()
-
-
 @click.command(cls=Grouped)
 @click.argument("model")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -57,11 +51,11 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @click.option(
     "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate why`."
 )
+@click.option("--ranks", callback=numbers, help="Ranks of a distributed job; several numbers give a table.")
 @click.option(
-    "--ranks", default="", callback=_numbers, help="Ranks of a distributed job; several numbers give a table."
-)
-@click.option(
-    "--rank", default="", callback=_numbers, help="Which of them to rehearse, such as 0,7. Default: 0."
+    "--rank",
+    callback=partial(numbers, least=0),
+    help="Which of them to rehearse, such as 0,7. Default: 0.",
 )
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
 @click.option(
@@ -91,8 +85,8 @@ def rehearse(
     iterations: int,
     alloc_conf: str,
     snapshot: Path | None,
-    ranks: tuple[int, ...],
-    rank: tuple[int, ...],
+    ranks: list[int],
+    rank: list[int],
     nodes: int | None,
     shard: str | None,
     budget: str | None,

@@ -87,10 +87,10 @@ def listed(_: click.Context, option: click.Parameter, text: str | None) -> tuple
     return words
 
 
-def numbers(context: click.Context, option: click.Parameter, text: str) -> list[int]:
+def numbers(context: click.Context, option: click.Parameter, text: str | None, least: int = 1) -> list[int]:
     """The whole numbers of an option such as `8,16`; raises SpecError as `listed`, or if one is none."""
     words = listed(context, option, text) or ()
-    if not all(re.fullmatch("[1-9][0-9]*", word) for word in words):
+    if not all(re.fullmatch("0|[1-9][0-9]*", word) and int(word) >= least for word in words):
         raise SpecError(f"{option.opts[0]} {text!r}: give whole numbers with commas, such as 8,16,32.")
     return [*map(int, words)]
 
