@@ -26,18 +26,14 @@ def split_reference(model: str) -> tuple[str, str] | None:
     parts = file.split(".")
     if not all(part.isidentifier() for part in (*parts, function)) or model.startswith((TIMM, HF)):
         return None
-    return next(((str(place), function) for place in _places(parts) if place.is_file()), None)
-
-
-def _places(parts: list[str]) -> list[Path]:
-    """Where the file of a module may be; nothing is imported to find out."""
     try:
-        spec = find_spec(parts[0])
+        spec = find_spec(parts[0])  # nothing is imported to find out
     except (ImportError, ValueError):  # of finders that refuse it, of modules that have no spec
         spec = None
     installed = (spec.submodule_search_locations or ()) if spec is not None else ()
     bases = [Path(*parts), *(Path(place, *parts[1:]) for place in installed)]
-    return [place for base in bases for place in (base.with_suffix(".py"), base / "__init__.py")]
+    places = (place for base in bases for place in (base.with_suffix(".py"), base / "__init__.py"))
+    return next(((str(place), function) for place in places if place.is_file()), None)
 
 
 def source_file(model: str) -> Path | None:
