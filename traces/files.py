@@ -24,11 +24,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """An empty file beside `path`, which takes its place when the body has ended well and is gone if it has not.
 
     So a crash leaves the old file or the new. Parents are made. Nothing else is ever removed: if the process is killed,
-    its unfinished file stays, hidden beside `path`.
-
-    Raises:
-        OSError: it cannot be written, or stands for a device or a pipe, in whose place no file may come. It names
-            `path`.
+    its unfinished file stays, hidden beside `path`. Raises OSError, which names `path`: it cannot be written, or stands
+    for a device or a pipe, in whose place no file may come.
     """
     path = Path(path)
     place = Path(os.path.realpath(path))  # a link stays, and leads to the new file

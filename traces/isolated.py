@@ -40,8 +40,7 @@ def run_fresh(
     """Call a function by its name in a fresh process, and return the JSON object that it answers.
 
     Args:
-        function: "module:name".
-        arguments: by name, all of them JSON.
+        function: "module:name"; arguments: by name, all of them JSON.
         what: what the process does, for messages ("measured the plan").
         environment: variables that are set unless they are set already; overriding: those that are in any case.
         shown: write what the process says to stderr, once it has ended.

@@ -40,14 +40,9 @@ def pareto(
         points: number of budgets (at least 2), evenly from the floor to the peak with everything saved.
         device, name, words: as for `compare`; `seconds` is for the whole front, about.
 
-    Returns:
-        a row for each budget with the cheapest plan, the certified bound and the price of a GiB; and the `plans`.
-
+    Returns a row for each budget with the cheapest plan, the certified bound and the price of a GiB; and the `plans`.
     Most budgets are easy, so each plan may take twice an equal share of the time: the same for each, so that equal
-    seeds make equal fronts.
-
-    Raises:
-        SpecError: no such planner or device, or the planner cannot plan this trace at all.
+    seeds make equal fronts. Raises SpecError: no such planner or device, or it cannot plan this trace at all.
     """
     if points < 2:
         raise SpecError(f"{points} points: a front has two at least.")

@@ -32,10 +32,7 @@ def with_times(trace: Trace, path: Path) -> tuple[Trace, dict[str, Any]]:
     some steps, an op gets the median over them; a GPU's op has the time of the kernels that it launched.
 
     Counts: kernels, or on a CPU the ops themselves. Ignores: pauses between them; that ops of one name may run in
-    another order than in the trace.
-
-    Raises:
-        TraceError: the file is no such profile, or is of another step.
+    another order than in the trace. Raises TraceError: the file is no such profile, or is of another step.
     """
     ops = trace.ops
     names = [_name("::".join(target.split(".")[:2])) for target in ops.target]

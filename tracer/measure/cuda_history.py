@@ -56,11 +56,8 @@ def read_history(
     """Cut a device's list of allocator events, in order of time, into the ops that ran. "alloc" and "free_requested"
     change what is allocated, both with the size that was requested; segments and the completion of a free do not.
 
-    Returns:
-        the events of each op, and what one of them allocated and none returned that is still there at the end.
-
-    Raises:
-        TraceError: a marker is not there, as the history is cut off, or something else recorded at the same time.
+    Returns the events of each op, and what one of them allocated and none returned that is still there at the end.
+    Raises TraceError: a marker is not there, as the history is cut off, or something else recorded at the same time.
     """
     names = [f"op {k} ({w.target})" for k, w in enumerate(windows) for _ in range(2)]
     parts = marked(entries, [address for w in windows for address in (w.before, w.after)], names)
@@ -88,8 +85,7 @@ def marked(
     entries: Sequence[Mapping[str, Any]], markers: Sequence[int], names: Sequence[str] = ()
 ) -> list[list[Move]]:
     """Return what was allocated (True, address, bytes) and freed (False, ...) behind each marker, by its address, up to
-    the next. `names`: of what each belongs to, for the error.
-    """
+    the next. `names`: of what each belongs to, for the error."""
     moves = [
         (e["action"] == "alloc", int(e["addr"]), int(e["size"]))
         for e in entries
