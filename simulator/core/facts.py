@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Final, Self, TypeVar, cast
 
@@ -79,6 +78,7 @@ class Facts:
         self.forward_end = forward_end
         self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
         self.rebuildable, self.candidates, self.reloaded = tuple(rebuildable), candidates, reloaded
+        self.candidate_set = frozenset(candidates)
         of = zip(rebuildable, saved_by_default, pinned, strict=True)
         self.recompute_only = tuple(again and not (saved or stays) for again, saved, stays in of)
         asked = trace.meta.rerun_workspaces
@@ -91,10 +91,6 @@ class Facts:
         if key not in self._once:
             self._once[key] = make(self)
         return cast(T, self._once[key])
-
-    @cached_property
-    def candidate_set(self) -> frozenset[int]:
-        return frozenset(self.candidates)
 
 
 def _read_without_their_maker(
