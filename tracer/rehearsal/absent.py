@@ -33,11 +33,8 @@ UNIQUE_ID_BYTES: Final = 128
 
 @contextmanager
 def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: Any) -> Iterator[None]:
-    """In the body, torch.distributed finds `ranks` ranks, of which this process is number `rank`.
-
-    Args:
-        words: what other ranks have said where they were rehearsed.
-        driver: the null driver, which is told how many ranks a communicator has where NCCL asks the others.
+    """In the body, torch.distributed finds `ranks` ranks, of which this process is number `rank`. `words`: what others
+    have said where they were rehearsed. The null driver is told how many ranks a communicator has where NCCL asks them.
     """
     rendezvous = import_module("torch.distributed.rendezvous")  # the package has a function of that name
     known = {"_kept": {}, "_rank": rank, "_ranks": ranks, "_words": words}

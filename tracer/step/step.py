@@ -37,11 +37,9 @@ class BuildStep:
         """Build the step on a device, from the same seed every time. `optimizer_as_on`: "cuda" makes an optimizer that
         leaves the choice to torch take the path that torch would choose on a GPU (foreach), also on CPU tensors.
 
-        Raises:
-            SpecError: the spec or what the user's function returned does not make sense.
-            CaptureError: the model cannot be built on fake tensors.
-            EnvironmentProblem: torch, torchvision or transformers is missing, or there is no such device.
-            OutOfMemoryProblem: the device's memory does not suffice.
+        Raises SpecError: the spec or what the user's function returned does not make sense; CaptureError: the model
+        cannot be built on fake tensors; EnvironmentProblem: torch, torchvision or transformers is missing, or there is
+        no such device; OutOfMemoryProblem: its memory does not suffice.
         """
         import torch
 
