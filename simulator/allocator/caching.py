@@ -260,28 +260,17 @@ class Allocator:
 
     def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Take the best fitting free block of the stream from the pool."""
-        blocks = pool.free.get(stream)
-        if not blocks:
-            return None
+        blocks, settings = pool.free.get(stream, []), self.settings
         at = bisect_left(blocks, (size,))
+        while at < len(blocks) and blocks[at][-1].expandable and not settings.expandable_segments:
+            at += 1
         if at == len(blocks):
             return None
         block = blocks[at][-1]
-        settings = self.settings
-        if block.expandable:
-            if settings.expandable_segments:
-                # A block that can grow counts with what it can grow to, so that it is taken last.
-                while (
-                    block.expandable and at + 1 < len(blocks) and _grown(blocks[at + 1][-1]) < _grown(block)
-                ):
-                    at += 1
-                    block = blocks[at][-1]
-            else:
-                while at < len(blocks) and blocks[at][-1].expandable:
-                    at += 1
-                if at == len(blocks):
-                    return None
-                block = blocks[at][-1]
+        # A block that can grow counts with what it can grow to, so that it is taken last.
+        while block.expandable and at + 1 < len(blocks) and _grown(blocks[at + 1][-1]) < _grown(block):
+            at += 1
+            block = blocks[at][-1]
         largest = settings.max_split_bytes
         if size < largest:
             if block.size >= largest:
