@@ -134,9 +134,7 @@ def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verificatio
     torch.set_num_threads(1)
     try:
         outcome = replace(_compare(build, None, plan, device, steps), note="compared on one CPU thread")
-        if outcome.bit_equal:
-            return outcome
-        if outcome.first_step_relative > ROUNDING:
+        if outcome.bit_equal or outcome.first_step_relative > ROUNDING:
             return outcome
         if not _compare(build, replace(plan, actions=(), rewrites=()), plan, device, steps).bit_equal:
             return outcome

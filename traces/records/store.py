@@ -104,14 +104,11 @@ def _column(column: pa.ChunkedArray, kind: str) -> tuple[Any, ...]:
     if "list" not in kind:
         return tuple(column.to_pylist())
     # Slicing one flat list is several times faster than Arrow's own nested conversion.
-    rows: list[tuple[int, ...] | None] = []
-    for chunk in column.chunks:
-        if chunk.null_count:
-            return (*rows, None)
-        offsets = chunk.offsets.to_pylist()
-        flat = chunk.values.to_pylist()
-        rows.extend(tuple(flat[a:b]) for a, b in itertools.pairwise(offsets))
-    return tuple(rows)
+    lists = column.combine_chunks()
+    if lists.null_count:
+        return (None,)
+    flat = lists.values.to_pylist()
+    return tuple(tuple(flat[a:b]) for a, b in itertools.pairwise(lists.offsets.to_pylist()))
 
 
 def validate(trace: Trace) -> Trace:
