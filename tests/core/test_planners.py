@@ -355,3 +355,10 @@ def test_checkpoint_sequential_takes_the_fastest_number_that_fits() -> None:
     assert peak(of, plan) <= peak(of) * 80 // 100
     assert plan_with("checkpoint-sequential", Problem(of), UNLIMITED).actions == ()
     assert numbered(["a", "b", "a", ""], {"a": "a", "b": "b"}) == [0, 1, 0, OUTSIDE]
+
+
+def test_checkpoint_sequential_takes_modules_where_no_block_repeats() -> None:
+    ops = [fwd({"x": 8}, "w", module="a"), fwd({"y": 8}, "x", module="a"), fwd({"z": 8}, "y", module="b")]
+    of = trace([*ops, bwd({"g": 1}, "z", "y"), bwd({"h": 1}, "x")], {"w": 4})
+    plan = plan_with("checkpoint-sequential", Problem(of), peak(of) - 1)
+    assert [of.storages.name[s] for s in plan.recomputed] == ["x"]
