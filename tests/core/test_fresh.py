@@ -50,6 +50,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         """print("{'step': 3}", end='')""",
         """import atexit; atexit.register(print, '{"bye": 1}')""",
         """import warnings; warnings.warn('old')""",
+        """import atexit, time; atexit.register(time.sleep, 1000)""",
     ],
 )
 def test_the_answer_comes_back_whatever_the_model_prints(served: Run, body: str) -> None:

@@ -54,7 +54,7 @@ def do(
     Of a distributed job's rank, `said` is the folder of the ranks' words; in place of figures it answers whose word is
     lacking ("unheard"), or that the one is said for which it ran (`until`).
     """
-    most, failed = iterations if script else 0, True
+    most = iterations if script else 0
     out_of_memory = ""
     others: Any = nullcontext()
     local_rank = 0
@@ -65,7 +65,7 @@ def do(
         from tracer.rehearsal.absent import absent_ranks, finish_pending
 
         # The threads of NCCL's groups would ask the store while the interpreter ends.
-        atexit.register(lambda: os._exit(int(failed)))
+        atexit.register(os._exit, 1)
         words = Words(Path(said), fields["rank"], until)
         watch = Watch(most_iterations=most, device=local_rank, settle=finish_pending, words=words)
         others = absent_ranks(fields["rank"], ranks, local_rank, words, null_driver())
@@ -109,7 +109,6 @@ def do(
     if snapshot:
         with replacing(snapshot) as path:
             path.write_bytes(pickle.dumps(watch.snapshot))
-    failed = False
     communicators, taken = watch.communicators()
     alive, at_the_peak = watch.at_the_peak()
     done = Rehearsal(
