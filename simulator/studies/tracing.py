@@ -25,10 +25,10 @@ from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
 from traces.progress import Say, counted
 from traces.records.store import load
-from traces.records.trace import Trace, Untouched, as_named
+from traces.records.trace import Trace, Untouched, as_named, settle
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
-AT_ONCE: Final = 2  # processes; each of them makes two traces
+AT_ONCE: Final = 2  # processes
 WAIT_S: Final = 10  # for Dask's scheduler
 
 
@@ -61,31 +61,28 @@ class Traced:
         return self.directory / f"traces-{sha256(made_by.encode()).hexdigest()[:8]}" / f"b{batch_size}"
 
     def each(self, batch_sizes: Sequence[int], say: Say) -> list[Trace]:
-        """The traces at some batch sizes, used again or made: two by each process, or one after another where they are
+        """The traces at some batch sizes, used again or made: two at once, or one after another where they are
         measured. Raises LowtideError: `trace` failed; with what it wrote."""
         found: dict[int, Trace] = {}
         for n in batch_sizes:
             with suppress(TraceError):
                 found[n] = load(self.path(n))
                 say(f"batch {n}: using {self.path(n)}")
-        new = [n for n in batch_sizes if n not in found]
         measured = any(word.partition("=")[0] == "--device" for word in self.words)
-        some = 1 if measured else 2
-        jobs = [self._job(sorted(new[k : k + some])) for k in range(0, len(new), some)]
+        words = ["tracer", self.model, *self.words, "--force", "--batch-size"]
+        jobs = [
+            ([*words, str(n), "-o", str(self.path(n))], f"batch {n}") for n in batch_sizes if n not in found
+        ]
         self._run(jobs, "traced", 1 if measured else AT_ONCE, say)
         return [found[n] if n in found else load(self.path(n)) for n in batch_sizes]
 
     def rehearsed(self, batch_sizes: Sequence[int], say: Say) -> list[dict[str, Any]]:
         """What `execute rehearse --json` says at some batch sizes, used again or asked. Raises as `each`."""
-        places = [self.path(n).with_suffix(".json") for n in batch_sizes]
+        places = {n: self.path(n).with_suffix(".json") for n in batch_sizes}
         words = ["executor", "rehearse", self.model, *self.words, "--json", "--batch-size"]
-        jobs = [
-            ([*words, str(n)], f"batch {n}", str(place))
-            for n, place in zip(batch_sizes, places, strict=True)
-            if not place.exists()
-        ]
+        jobs = [([*words, str(n)], f"batch {n}", str(at)) for n, at in places.items() if not at.exists()]
         self._run(jobs, "rehearsed", AT_ONCE, say)
-        return [json.loads(place.read_text("utf-8")) for place in places]
+        return [json.loads(place.read_text("utf-8")) for place in places.values()]
 
     def _run(self, jobs: Sequence[tuple[Any, ...]], done: str, at_once: int, say: Say) -> None:
         """Have `run_command` do each of some jobs, so many at a time."""
@@ -94,15 +91,6 @@ class Traced:
             with workers(self.dask, at_once) as pool:
                 answers = pool.map(run_command, *zip(*jobs, strict=True))
                 list(counted(answers, lambda _: done, say, len(jobs)))
-
-    def _job(self, sizes: list[int]) -> tuple[list[str], str]:
-        """The words for one `trace` of one size or two, and what it is."""
-        low, high = sizes[0], sizes[-1]
-        words = ["--batch-size", str(low), "-o", str(self.path(low))]
-        if low < high:
-            words = ["--shapes", f"batch-size={low}:{high}:{high - low}", "-o", str(self.path(low).parent)]
-        command = ["tracer", self.model, *self.words, *words, "--force"]
-        return command, f"batch {' and '.join(map(str, sizes))}"
 
 
 @contextmanager
@@ -153,17 +141,21 @@ def between(low: tuple[int, Trace], high: tuple[int, Trace], size: int) -> Trace
             return n if y > 0 else -n
         if isinstance(y, tuple) and len(x) == len(y):
             return tuple(map(on_the_line, x, y))
-        if is_dataclass(y):
-            values = {f.name: on_the_line(getattr(x, f.name), getattr(y, f.name)) for f in fields(y)}
-            kind: Any = type(y)
-            return kind(**values)
+        if is_dataclass(y) and not isinstance(y, type):
+            return replace(
+                y, **{f.name: on_the_line(getattr(x, f.name), getattr(y, f.name)) for f in fields(y)}
+            )
         return y
 
     asked = [(u.block, u.once, u.phase) for u in (a.untouched, b.untouched)]
     if asked[0] != asked[1]:
         a, b = (replace(t, untouched=Untouched()) for t in (a, b))
     made: Trace = on_the_line(a, b)
-    return made
+    created = [0] * (len(made.ops) + 1)  # the last: of inputs
+    for op, nbytes in zip(made.storages.producer, made.storages.nbytes, strict=True):
+        created[op] += nbytes
+    events = tuple(e and settle(e, n) for e, n in zip(made.ops.events, created, strict=False))
+    return replace(made, ops=replace(made.ops, events=events))
 
 
 def run_command(words: Sequence[str], what: str, answer: str = "") -> None:

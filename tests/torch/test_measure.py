@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tracer.measure.step as measuring
 from tests.torch import small_nets
 from tests.torch.steps import build_of, measured, recorded
-from tracer.measure.probes import Round, Watch, settle, timed_on_cpu
+from tracer.measure.probes import Round, Watch, timed_on_cpu
 from tracer.measure.runner import GraphRunner, step_code
 from tracer.measure.step import measure, with_the_rest
 from tracer.step.step import load_spec
 from traces.errors import TraceError
 from traces.records.store import validate
-from traces.records.trace import EAGER, MUTATES, VIEW, Trace
+from traces.records.trace import EAGER, MUTATES, VIEW, Trace, settle
 
 
 @pytest.fixture(scope="module")

@@ -180,18 +180,3 @@ def cpu_loop() -> Iterator[CpuLoop]:
         )
     del events, spans, moments, live
     gc.collect()  # the profiler's results are millions of objects, which would be walked while steps are timed
-
-
-def settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:
-    """Make an op's events end at the bytes of the storages that it creates.
-
-    What an op leaves beyond them (a library's cache, an output that is dropped as the op returns) counts as
-    workspace: it is part of the peak inside the op and gone afterwards.
-    """
-    left = sum(events)
-    if left > created:
-        return (*events, created - left)
-    if left < created:
-        # Outputs that live in memory which the op did not allocate itself, such as a constant.
-        return (created - left, *events)
-    return events

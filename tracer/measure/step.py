@@ -23,7 +23,7 @@ import torch
 
 from tracer.costs.cost import MEASURED, REHEARSED, Cost
 from tracer.costs.rows import LibraryWorkspace
-from tracer.measure.probes import Round, Watch, on_cpu, on_cuda, settle, timed_on_cpu
+from tracer.measure.probes import Round, Watch, on_cpu, on_cuda, timed_on_cpu
 from tracer.measure.runner import GraphRunner
 from tracer.precision.policy import start_low
 from tracer.record.assemble import Draft
@@ -31,7 +31,7 @@ from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.progress import Say, counted, silent
 from traces.provenance import alloc_conf, rehearsing
-from traces.records.trace import VIEW
+from traces.records.trace import VIEW, settle
 from traces.units import show_time
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
