@@ -79,7 +79,7 @@ def _shortly(problem: Problem, budget_bytes: int, limits: Limits) -> tuple[Searc
 
 def _reached(problem: Problem, lowest_peak_bytes: int, limits: Limits) -> int:
     """The peak that a refusal names: the lowest that a search came by, or as little more as one within it reaches."""
-    for _ in range(TRIES):
+    for _ in range(0 if limits.enough_ns else TRIES):
         search, found = _shortly(problem, lowest_peak_bytes, limits)
         if found is not None or cheapest(search) is not None:
             break

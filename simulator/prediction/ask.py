@@ -329,14 +329,13 @@ def _planned(a: Answer, say: Say) -> Prediction:
     """The step with the cheapest plan that is found; raises BudgetError: none is within the budget."""
     problem, q, limit, setting = a.asked.problem, a.question, a.budget_bytes, a.asked.setting
     under: dict[Problem, Setting] = {}  # the allocator settings of a step's plan
-    limits, made = q.limits.started(), 0
+    limits, made = q.limits.started(), list[int]()  # the times of steps with the plans that were made
 
     def make(step: Problem) -> Plan:
-        nonlocal made
-        if made and limits.over:
+        if made and (limits.over or min(made) <= limits.enough_ns):
             raise Infeasible("the time is over, and there is a plan.", {"lowest_peak_bytes": MOST})
         plan = (reserved if a.budget_of == RESERVED and limit is not None else one)(step)
-        made += 1
+        made.append(plan.predicted["plan"]["step_time_ns"])
         return plan
 
     def reserved(step: Problem) -> Plan:
@@ -350,7 +349,8 @@ def _planned(a: Answer, say: Say) -> Prediction:
     def one(step: Problem) -> Plan:
         return plan_with(q.planner_name, step, MOST_BYTES if limit is None else limit, limits)
 
-    plan = make(problem) if limit is None or q.alone else plan_with_levers(problem, limit, q.levers, make)
+    of = partial(plan_with_levers, helps=not limits.enough_ns)
+    plan = make(problem) if limit is None or q.alone else of(problem, limit, q.levers, make)
     step = rewritten_problem(problem, plan.rewrites)
     plan = replace(plan, budget_bytes=limit, budget_of=a.budget_of)
     return completed(predict(problem, under.get(step, setting), plan))

@@ -157,11 +157,11 @@ CLOSE: Final = 2000
 
 
 def plan_with_levers(
-    problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]
+    problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan], *, helps: bool
 ) -> Plan:
     """The cheapest plan that `make` makes, within the budget, of the step as it is or as the levers change it; of steps
     that the same kinds change, of the first that has one. Raises BudgetError: there is none; that of the step with the
-    lowest peak, which names a lever that is not allowed and would help."""
+    lowest peak, which (`helps`) names a lever that is not allowed and would help."""
     close_ns, planned = max(1, problem.trace.time_ns // CLOSE), set[frozenset[str]]()
     best, best_ns = None, MOST
     refusal: Infeasible | None = None
@@ -188,7 +188,8 @@ def plan_with_levers(
             best, best_ns = _of(problem, made, step.rewrites, levers), made_ns
     if best is None:
         assert refusal is not None
-        raise Infeasible(f"{refusal} {_helpful(problem, budget_bytes, levers)}".strip(), refusal.figures)
+        more = _helpful(problem, budget_bytes, levers) if helps else ""
+        raise Infeasible(f"{refusal} {more}".strip(), refusal.figures)
     return best
 
 

@@ -105,6 +105,10 @@ def lower_until_within(
             tried.append(found)
             over = found.reserved_bytes - limit_bytes
             low, high = (budget, high) if over <= 0 else (low, budget)
+            if clock.enough_ns:  # it will do, or would not, and a lower budget's plan is dearer
+                cheap = found.plan.predicted["plan"]["step_time_ns"] <= clock.enough_ns
+                if cheap == (over <= 0):
+                    break
             if not low:
                 budget -= min(max(over, limit_bytes // CLOSE, 1), limit_bytes // STRIDES + 1)
         if low:

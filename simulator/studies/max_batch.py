@@ -2,8 +2,9 @@
 
 Two batch sizes are traced, and the search goes over steps on the straight line through them, which no process makes.
 Where it ends is traced, and so is the next larger batch: the answer is confirmed on both sides, or the search goes on
-along the line through these. Fragmentation can make a larger batch fit where a smaller one does not; such islands
-beyond the first boundary are not looked for. One of several ranks is rehearsed in place of traced.
+along the line through these. On the way any plan within the price will do; the answer has the best that is found.
+Fragmentation can make a larger batch fit where a smaller one does not; such islands beyond the first boundary are not
+looked for. One of several ranks is rehearsed in place of traced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FIRST: Final = 8  # the first batch size that is traced; the second is STRIDE ti
 STRIDE: Final = 4
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
 RANKS: Final = "Several ranks: fully_shard, a batch on each. `execute rehearse --shard fsdp2 --budget` plans."
-SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time, at first
+SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,6 @@ class _Search:
     device: DeviceMemory
     price_percent: float  # of a plan, at most
     say: Say
-    sooner: int = SOONER
     traces: dict[int, Trace] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
@@ -148,12 +148,15 @@ class _Search:
             )
         return self.probes[batch_size].fits
 
-    def plan(self, batch_size: int) -> bool:
-        """Return whether a plan within the price fits; of what was rehearsed nobody looks for one."""
+    def plan(self, batch_size: int, *, best: bool = False) -> bool:
+        """Return whether a plan within the price fits, of which any will do, or the best is looked for; of what was
+        rehearsed nobody looks for one."""
         if self.without(batch_size):
             return True
-        if self.probes[batch_size].plan_fits is None and batch_size in self.said:
-            p = self.probes[batch_size] = self._planned(self.said[batch_size], self.probes[batch_size])
+        known = self.probes[batch_size]
+        if (known.plan_fits is None or (known.plan_fits and best)) and batch_size in self.said:
+            p = self._planned(self.said[batch_size].problem, known, best)
+            self.probes[batch_size] = p if p.plan_fits or not known.plan_fits else known
             self.tell(batch_size, f"a plan fits at {p.overhead_percent:+.2f} %" if p.plan_fits else p.message)
         return bool(self.probes[batch_size].plan_fits)
 
@@ -161,8 +164,9 @@ class _Search:
         if batch_size in self.traces:
             self.say(f"batch {batch_size}: {what.split('. ')[0]}")
 
-    def _planned(self, c: Prediction, probe: Probe) -> Probe:
+    def _planned(self, problem: Problem, probe: Probe, best: bool) -> Probe:
         """The probe with what was found of plans."""
+        c = predict(problem, self.question.setting(problem.trace.meta))
         if c.saved_fit.fits:  # the captured graph alone makes room, which an empty plan runs
             c = completed(c)
             probe = replace(probe, plan=c.saved_figures, overhead_percent=0.0, plan_fits=True)
@@ -173,10 +177,10 @@ class _Search:
                 return none
             if bound.overhead_percent > self.price_percent:
                 return replace(none, overhead_percent=bound.overhead_percent, message=bound.least())
-            if not probe.traced:
-                limits = replace(asks.limits, seconds=asks.limits.seconds / self.sooner)
-                asks = replace(asks, limits=limits)
-            answer = ask(c.problem, asks)
+            seconds = asks.limits.seconds / (1 if probe.traced else SOONER)
+            enough_ns = int(c.saved.timeline.step_time_ns * (1 + self.price_percent / 100)) * (not best)
+            limits = replace(asks.limits, seconds=seconds, enough_ns=enough_ns)
+            answer = ask(c.problem, replace(asks, limits=limits))
             if answer.found is None:
                 return replace(none, message=str(answer.refusal))
             c, cost = answer.found, answer.found.overhead_percent
@@ -316,13 +320,12 @@ def max_batch(
         search.plan, without, top + step, 2 * max(first, without), max(first, without // 2)
     )
     if ranks > 1 or not batch_sizes:
-        search.sooner = 1
         progress(f"by the line through two traces, batch {without} fits, and with a plan batch {with_plan}")
         search.trace(*(n + k for n in (without, with_plan) for k in (0, step)))
         without = search.confirmed(search.without, 0, without)
         with_plan = search.confirmed(search.plan, without, max(without, with_plan))
-    for n in batch_sizes:
-        search.plan(n)
+    for n in batch_sizes or [with_plan][:with_plan]:
+        search.plan(n, best=True)
     return _answer(search, without, with_plan, ranks)
 
 

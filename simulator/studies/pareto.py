@@ -66,7 +66,10 @@ def pareto(
             given["bound_overhead_percent"] = bound.overhead_percent
         found = None if pick is None else pick.found
         rows.append(row_of(replace(made[budget], found=found), **given))
-    rows[1:] = [replace(b, price_ns_per_gib=_price(a, b)) for a, b in pairwise(rows)]
+    for k, (low, high) in enumerate(pairwise(rows), 1):
+        if low.step_time_ns is not None and high.step_time_ns is not None:
+            ns, nbytes = low.step_time_ns - high.step_time_ns, high.budget_bytes - low.budget_bytes
+            rows[k] = replace(high, price_ns_per_gib=round(ns * GIB / nbytes))
     meta, saved = problem.trace.meta, predict(problem, asks.setting(problem.trace.meta))
     step_ns, device = saved.saved.timeline.step_time_ns, saved.setting.device
     seconds, planner = time.perf_counter() - start, asks.planner_name
@@ -137,10 +140,3 @@ def cheapest(made: dict[int, Answer]) -> list[Answer | None]:
 
     plans = sorted((answer for answer in made.values() if answer.found is not None), key=key)
     return [next((p for p in plans if key(p)[1] <= budget), None) for budget in sorted(made)]
-
-
-def _price(below: Row, row: Row) -> int | None:
-    """What one GiB less costs: the time between a row and the next smaller budget's, per byte between them."""
-    if below.step_time_ns is None or row.step_time_ns is None:
-        return None
-    return round((below.step_time_ns - row.step_time_ns) * GIB / (row.budget_bytes - below.budget_bytes))

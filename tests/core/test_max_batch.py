@@ -150,10 +150,11 @@ def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:
 def test_a_step_on_the_line_through_two_is_the_one_that_is_traced() -> None:
     """Of the same bytes and times, on a GPU with what the untouched loop asks for and what ops give back."""
 
-    def step(batch: int) -> Trace:
-        made = load_gpu(batch)
+    def step(batch: int, *first: int) -> Trace:
+        """`y` has 4 bytes a sample, made with 7 of workspace; `g` has 5 and 1 more."""
+        made = tiny.trace([tiny.fwd({"y": 4 * batch}, "x"), tiny.bwd({"g": 5 * batch + 1}, "y")], {"x": 20})
         asked = Untouched(block=(0, -1), nbytes=(100 * batch, 0), once=(0, 0), phase=("forward", "backward"))
-        events = tuple((7 * batch, -7 * batch, *e) for e in made.ops.events)
+        events = ((*first, 7 * batch, 4 * batch, -7 * batch), (5 * batch + 1,))
         meta = replace(made.meta, batch_size=batch)
         return replace(made, meta=meta, ops=replace(made.ops, events=events), untouched=asked)
 
@@ -162,6 +163,9 @@ def test_a_step_on_the_line_through_two_is_the_one_that_is_traced() -> None:
         assert (found.storages.nbytes, found.untouched) == (one.storages.nbytes, one.untouched)
         assert found.ops.events == one.ops.events
         assert found.meta.batch_size == size
+    # At 32 another kernel, whose requests lie on no line: they are taken as they are, and leave the 80 bytes of `y`.
+    found = between((8, step(8)), (32, step(32, 9, -9)), 20)
+    assert found.ops.events == ((9, -9, 224, 128, -224, -48), (101,))
     three = between((8, step(8)), (11, replace(step(11), untouched=Untouched())), 32)
     assert three.untouched == Untouched()  # which ask for other blocks
 
@@ -247,6 +251,8 @@ def test_the_command(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
     assert f"batch {said['with_plan']['batch_size']}\nplan: {tmp_path / 'out' / 'plan-b'}" in text
     assert "warning" in text
     assert not command(*words, "-q").stderr
+    nothing = command("m", "--memory", "1KiB", "-o", tmp_path / "out")
+    assert (nothing.exit_code, "does not fit" in nothing.stderr) == (1, True)
 
 
 def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
@@ -298,18 +304,8 @@ def test_the_capacity_of_several_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
         return CompletedProcess(command, 1, answer, "Error: why.")  # as where it does not fit
 
     monkeypatch.setattr("simulator.studies.tracing.subprocess.run", run)
-    words = (
-        "capacity",
-        "m",
-        "--gpus",
-        "a100-40",
-        "--ranks",
-        "2,64",
-        "--batch-sizes",
-        "8,100",
-        "-o",
-        tmp_path / "out",
-    )
+    asking = ("capacity", "m", "--gpus", "a100-40", "--ranks", "2,64", "--batch-sizes", "8,100")
+    words = (*asking, "-o", tmp_path / "out")
     page = tmp_path / "page.html"
     result = simulated(*words, "--seq-len", "64", "--report", page, "--json")
     assert result.exit_code == 0, result.output
@@ -324,12 +320,6 @@ def test_the_capacity_of_several_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "64 x A100-40" in simulated(*words, "--seq-len", "64").stdout
     assert len(asked) == times
     assert "batch 8 could not be rehearsed: why." in simulated(*words, "--image-size", "8").output
-
-
-def test_when_nothing_fits(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
-    result = command("m", "--memory", "1KiB", "-o", tmp_path / "out")
-    assert result.exit_code == 1
-    assert "does not fit" in result.stderr
 
 
 @pytest.mark.parametrize(

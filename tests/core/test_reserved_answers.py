@@ -198,7 +198,8 @@ def made(reserves: Callable[[int], int], least: int = 0) -> Any:
         asked.append(budget)
         if budget < least:
             raise BudgetError("too little")
-        plan = Plan(meta=TraceMeta(model="m"), budget_bytes=budget)
+        predicted = {"plan": {"step_time_ns": 2000 - budget}}
+        plan = Plan(meta=TraceMeta(model="m"), budget_bytes=budget, predicted=predicted)
         return Tried(plan=plan, reserved_bytes=reserves(budget), setting=Setting())
 
     return make, asked
@@ -342,6 +343,12 @@ def test_the_time_ends_the_search_once_a_plan_is_within() -> None:
     tried, _ = lower_until_within(make, 1000, over)
     assert highest_within(tried, 1000) == tried[-1].plan.budget_bytes  # the first that is within is the last
     assert len(asked) > 1
+    again, _ = lower_until_within(
+        make, 1000, Limits(enough_ns=1300)
+    )  # so it is where any plan so fast will do,
+    assert again == tried
+    dear, _ = lower_until_within(make, 1000, Limits(enough_ns=1100))
+    assert [t.plan.budget_bytes for t in dear] == asked[:2]  # and where the next is slower, that is the last
 
 
 def test_levers_are_tried_no_longer_than_the_question_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
