@@ -295,6 +295,12 @@ def objects() -> None:
     given = [f"of {rank}" if rank == 1 else None]
     dist.broadcast_object_list(given, src=1)
     assert given == ["of 1"]
+    dist.scatter_object_list(both, [*range(ranks)] if rank == 1 else None, src=1)
+    assert both == [rank]
+    if rank:
+        dist.send_object_list((f"by {rank}",), 0)
+    else:
+        assert (dist.recv_object_list(both, src=1), both) == (1, ["by 1"])
     optimizer.step()
     if rank == 0:
         dist.recv_object_list(given, src=1)

@@ -12,7 +12,7 @@ import inspect
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, Final
@@ -42,6 +42,8 @@ def absent_ranks(rank: int, ranks: int, local_rank: int, words: Words, driver: A
     own = Exchanges(rank, words, driver)
     exchanges = {name: getattr(own, name) for name in vars(Exchanges) if not name.startswith("_")}
     exchanges |= {name: own._telling(getattr(c10d, name)) for name in ("broadcast", "isend", "irecv")}
+    lists = (f"{kind}_object_list" for kind in ("broadcast", "scatter", "send", "recv"))
+    exchanges |= {name: own._of_objects(getattr(c10d, name)) for name in lists}
 
     def start(function: Callable[..., Any], args: Sequence[Any] = (), *_: Any, **__: Any) -> None:
         function(local_rank, *args)
@@ -169,46 +171,40 @@ class Exchanges:
         if object_gather_list is not None:
             self.all_gather_object(object_gather_list, obj)
 
-    def broadcast_object_list(
-        self, object_list: list[Any], src: int | None = None, group: Any = None, *_: Any, **given: Any
-    ) -> None:
-        source = _global_rank(src, given.get("group_src"), group)
-        object_list[:] = self._told("broadcast", source, _ranks(group), object_list)
-
-    def scatter_object_list(
-        self,
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        src: int | None = None,
-        group: Any = None,
-        **given: Any,
-    ) -> None:
-        source = _global_rank(src, given.get("group_src"), group)
-        whole = self._told("scatter", source, _ranks(group), scatter_object_input_list)
-        scatter_object_output_list[0] = _copied(whole[dist.get_rank(group)])
-
-    def send_object_list(
-        self, object_list: list[Any], dst: int | None = None, group: Any = None, *_: Any, **given: Any
-    ) -> None:
-        self._told("send", self._rank, [_global_rank(dst, given.get("group_dst"), group)], object_list)
-
-    def recv_object_list(
-        self, object_list: list[Any], src: int | None = None, group: Any = None, *_: Any, **given: Any
-    ) -> int:
-        source = _global_rank(src, given.get("group_src"), group)
-        object_list[:] = self._told("send", source, [self._rank], None)
-        return source
-
     def monitored_barrier(self, *_: Any, **__: Any) -> None:
         """All are there."""
 
-    def _told(self, what: str, giver: int, to: list[int], mine: Any) -> Any:
-        """What one rank gives to some, said if it is this one, else heard."""
-        word = self._words.numbered(f"{what} {giver} {to}")
-        if giver != self._rank:
-            return self._words.hear(giver, word, f"takes the objects that rank {giver} {what}s")
-        self._words.say(word, mine)
-        return mine
+    def _of_objects(self, exchange: Callable[..., Any]) -> Callable[..., int]:
+        """Torch's exchange of objects that one rank gives to some: said if it is this one, else heard."""
+        signature, kind = inspect.signature(exchange), exchange.__name__.partition("_")[0]
+        what = "send" if kind == "recv" else kind  # which are two ends of one
+
+        def told(*args: Any, **kwargs: Any) -> int:
+            given = signature.bind(*args, **kwargs).arguments
+            (giver, to), objects = self._ends(kind, given), next(iter(given.values()))
+            word = self._words.numbered(f"{what} {giver} {to}")
+            if giver == self._rank:
+                content = given.get("scatter_object_input_list", objects)
+                self._words.say(word, content)
+            else:
+                content = self._words.hear(giver, word, f"takes the objects that rank {giver} {what}s")
+            if kind == "scatter":
+                objects[0] = _copied(content[dist.get_rank(given.get("group"))])
+            elif giver != self._rank:
+                objects[:] = content
+            return giver
+
+        return told
+
+    def _ends(self, kind: str, given: Mapping[str, Any]) -> tuple[int, list[int]]:
+        """Who gives in an exchange, and to whom."""
+        group, among = given.get("group"), given.get("group_src", given.get("group_dst"))
+        peer = given.get("src", given.get("dst"))
+        if peer is None:
+            peer = dist.get_global_rank(group or dist.group.WORLD, among or 0)
+        if kind.endswith("send"):
+            return self._rank, [peer]
+        return peer, [self._rank] if kind.endswith("recv") else _ranks(group)
 
     def _telling(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's `broadcast`, `isend` or `irecv`, which tells values."""
@@ -221,13 +217,7 @@ class Exchanges:
             plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
             if not plain or not 0 < tensor.nbytes <= SMALL_BYTES or dist.get_rank(group) < 0:
                 return exchange(*args, **kwargs)
-            peer = _global_rank(
-                given.get("src", given.get("dst")), given.get("group_src", given.get("group_dst")), group
-            )
-            if "dst" in signature.parameters:
-                giver, to = self._rank, [peer]
-            else:
-                giver, to = peer, _ranks(group) if exchange.__name__ == "broadcast" else [self._rank]
+            giver, to = self._ends(exchange.__name__, given)
             word = self._words.numbered(f"tensor from {giver} to {to}")
             if giver == self._rank:
                 self._words.say(word, self._known(tensor))
@@ -258,12 +248,6 @@ class Exchanges:
             self._driver.null_told(
                 ctypes.c_void_p(at), bytes(tensor.nbytes), ctypes.c_size_t(tensor.nbytes), number
             )
-
-
-def _global_rank(src: int | None, group_src: int | None, group: Any) -> int:
-    if src is None:
-        return dist.get_global_rank(group or dist.group.WORLD, group_src or 0)
-    return src
 
 
 def _ranks(group: Any) -> list[int]:
