@@ -24,12 +24,10 @@ from pathlib import Path
 
 from tests.commands import ROOT
 
-READ_AT_IMPORT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
 words, there = sys.argv[1:], socket.socket(socket.AF_UNIX)
-unlike = os.environ.get("LD_PRELOAD", "") != {preload!r} or any(k in os.environ for k in {variables!r})
-if unlike or words[:1] != ["-m"]:
+if words[:1] != ["-m"] or os.environ.get("LD_PRELOAD", "") != {preload!r}:
     os.execv({python!r}, [{python!r}, *words])
 there.connect({path!r})
 told = json.dumps([words[1:], dict(os.environ), os.getcwd()]).encode()
@@ -46,8 +44,7 @@ sys.exit(code)
 def forking(folder: Path, preload: str, *modules: str) -> Iterator[str]:
     """The path of what stands in Python's place, while there is a process with these libraries that forks."""
     path, client = str(folder / "socket"), folder / "python"
-    text = CLIENT.format(python=sys.executable, path=path, preload=preload, variables=READ_AT_IMPORT)
-    client.write_text(text)
+    client.write_text(CLIENT.format(python=sys.executable, path=path, preload=preload))
     client.chmod(client.stat().st_mode | stat.S_IXUSR)
     env = {**os.environ, "LD_PRELOAD": preload, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.forked", path, *modules]
