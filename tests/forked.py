@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tests.commands import ROOT
+from traces.processes import ending_with_this
 
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
@@ -48,7 +49,7 @@ def forking(folder: Path, preload: str, *modules: str) -> Iterator[str]:
     client.chmod(client.stat().st_mode | stat.S_IXUSR)
     env = {**os.environ, "LD_PRELOAD": preload, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.forked", path, *modules]
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, **ending_with_this()) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         yield str(client)
