@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from select import select
+from signal import SIGKILL
 
 from tests.commands import ROOT
 from traces.processes import ending_with_this
@@ -77,7 +79,10 @@ def serve(path: str) -> list[str]:
                 os.close(file)
     words, variables, folder = json.loads(there.makefile().read(int.from_bytes(begin, "big")))
     if child := os.fork():
-        there.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+        if there in select([there, os.pidfd_open(child)], [], [])[0]:  # who asked was killed
+            os.kill(child, SIGKILL)
+        with suppress(BrokenPipeError):
+            there.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
         os._exit(0)
     for number, file in enumerate(files):
         os.dup2(file, number)
