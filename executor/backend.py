@@ -120,9 +120,9 @@ class Compiler:
     compiled: list[Graph] = field(default_factory=list)
     without: Counter[str] = field(default_factory=Counter)
     breaks: list[str] = field(default_factory=list)
-    run: Callable[..., Any] | None = (
-        None  # calls what is compiled, of one module or of several that are alike
-    )
+    # Calls what is compiled, of one module or of several that are alike.
+    run: Callable[..., Any] | None = None
+    first: Callable[..., Any] | None = None  # takes what dynamo captures, for as long as it is here
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in (ERROR, EAGER, REPLAN):
@@ -135,6 +135,8 @@ class Compiler:
     @one_at_a_time
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Any:
         self._check_whole(module)
+        if self.first is not None:
+            return self.first(module, examples)
         try:
             graph, run, fit = self._planned(module, examples)
         except LowtideError as error:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.backend import REPLAN, Compiler, check_parts, on_stderr
-from executor.training.module import bare, compiler_of, install
+from executor.backend import ERROR, REPLAN, Compiler, check_parts, on_stderr
+from executor.fitting.ahead import compiled_ahead
+from executor.training.module import bare, install, state_bytes
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction import ask as simulator
 from simulator.prediction.step import UNTOUCHED_LESS, text, warnings_of
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.precision.policy import ambient
-from tracer.recording import record_fake
+from tracer.record.assemble import Draft
+from tracer.record.step import trace_step
 from traces.devices import board_of
 from traces.devices import device as device_entry
 from traces.progress import Say
@@ -45,7 +47,7 @@ def fit(
 ) -> nn.Module:
     """The model, training within a budget of memory from its next call on.
 
-    Nothing runs: the step is captured on fake tensors and planned. The first call in training compiles it by the plan.
+    Nothing runs: the step is captured, planned and compiled by the plan.
 
     Args:
         model, batch, loss, optimizer: the training step, as `tracer.trace` takes it. A model in evaluation mode
@@ -85,7 +87,7 @@ def fit(
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     target = bare(model)
-    plan = plan_step(
+    made = plan_step(
         target,
         batch,
         loss,
@@ -96,12 +98,13 @@ def fit(
         loop={"release_gradients": release_gradients or None},
         # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
         levers=() if levers is None and allow == "bit" else levers,
+        on_mismatch=on_mismatch,
         say=say,
         allow=allow,
         planner=planner,
         seconds=seconds,
     )
-    return install(model, compiler_of(plan, target, on_mismatch))
+    return install(model, made)
 
 
 def plan_step(
@@ -115,11 +118,12 @@ def plan_step(
     amp: str | None = None,
     loop: Mapping[str, Any],
     levers: Sequence[str] | None = (),
+    on_mismatch: str = ERROR,
     say: Say,
     **how: Any,
-) -> Plan:
-    """The plan for the step of a model that has none, recorded on fake tensors of its device; the model stays as it is
-    but for training mode.
+) -> Compiler:
+    """Compile the step of a model that has no plan by one that is made for it; the model stays as it is but for
+    training mode.
 
     Args:
         loop: what the loop does beside calling the model (`tracer.step.loop_options`), such as accumulate.
@@ -129,22 +133,32 @@ def plan_step(
     if not model.training:
         model.train()
     options = {**loop, "amp": (ambient(where.type).dtype if amp is None else amp) or None}
-    step, on_gpu = in_hand(model, batch, loss, optimizer, {}, options, 0), where.type == "cuda"
+    build, on_gpu = in_hand(model, batch, loss, optimizer, {}, options, 0), where.type == "cuda"
     name = torch.cuda.get_device_name(where) if on_gpu else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
+
+    def plan(draft: Draft) -> Plan:
+        say(f"captured a step of {len(draft.rows)} ops")
+        for warning in warnings_of(Problem(draft.trace)):
+            if warning.code == UNTOUCHED_LESS:
+                say(f"warning: {text(warning)}")
+        found = simulator.plan(
+            draft.trace,
+            budget,
+            levers=None if levers is None else tuple(levers),
+            budget_of=budget_of or (RESERVED if on_gpu else ALLOCATED),
+            alloc_conf=alloc_conf() if on_gpu else None,
+            **how,
+        )
+        say(f"planned after {time.monotonic() - began:.1f} s: {found}")
+        return found
+
+    made = Compiler(on_mismatch=on_mismatch, say=lambda _: None)
+    # A changed step is for the sizes of one call.
+    dynamic = None if levers is not None and not tuple(levers) else False
     with left_as_found():
-        trace = record_fake(step, target, device=str(where))
-    say(f"captured a step of {len(trace.ops)} ops")
-    for warning in warnings_of(Problem(trace)):
-        if warning.code == UNTOUCHED_LESS:
-            say(f"warning: {text(warning)}")
-    plan = simulator.plan(
-        trace,
-        budget,
-        levers=None if levers is None else tuple(levers),
-        budget_of=budget_of or (RESERVED if on_gpu else ALLOCATED),
-        alloc_conf=alloc_conf() if on_gpu else None,
-        **how,
-    )
-    say(f"planned after {time.monotonic() - began:.1f} s: {plan}")
-    return plan
+        if not compiled_ahead(made, model, batch, loss, build, target, where, plan, dynamic):
+            made.plan = plan(trace_step(build, target, device=str(where)))
+    assert made.plan is not None
+    made.around_bytes = state_bytes(made.plan.meta.optimizer, model)
+    return made

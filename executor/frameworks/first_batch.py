@@ -17,7 +17,7 @@ from torch import nn
 
 from executor.backend import REPLAN, Compiler, check_parts, on_stderr
 from executor.fitting.fit import plan_step
-from executor.training.module import STATE, compiler_of, install, receipt_in, remove_plan
+from executor.training.module import STATE, install, receipt_in, remove_plan
 from simulator.core.limits import DEFAULTS
 from tracer.step.batch import SplitBatch, loss_in_outputs
 from tracer.torch_api import pytree
@@ -79,8 +79,8 @@ class FirstBatchCallback:
         def first(module: nn.Module, args: Any, kwargs: Any) -> Compiler:
             call = SplitBatch(args=args, kwargs=kwargs, loss=self.loss or loss or loss_of, loss_inputs=())
             bare = bare_optimizer(optimizer, module)
-            found = plan_step(module, call, None, bare, budget_of=self.budget_of, loop=loop, **within)
-            return compiler_of(found, module, self.on_mismatch)
+            how = {"budget_of": self.budget_of, "on_mismatch": self.on_mismatch, **within}
+            return plan_step(module, call, None, bare, loop=loop, **how)
 
         made = Compiler(parts=self.parts, on_mismatch=self.on_mismatch, **within)
         install(module, made, first=None if self.parts else first)

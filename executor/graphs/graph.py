@@ -119,6 +119,7 @@ class Graph:
         fit: how the plan fits it, as receipts say it.
         amp: the type of autocast in all of forward.
         not_made: what stands for outputs that the plan does not make, by their numbers.
+        module, forward_outputs: the joint graph while it is compiled, and how many of its outputs are forward's.
     """
 
     inputs: list[Input]
@@ -134,8 +135,8 @@ class Graph:
     fit: str = ""
     amp: str = ""
     not_made: dict[int, NotMade] = field(default_factory=dict)
-    _module: fx.GraphModule | None = None
-    _forward_outputs: int = 0
+    module: fx.GraphModule | None = None
+    forward_outputs: int = 0
     _statistics: list[int] = field(default_factory=list)  # places of what batch norms write
     _arguments: list[tuple[int, int]] = field(default_factory=list)  # places in forward and in backward
 
@@ -145,7 +146,7 @@ class Graph:
         self, module: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph by the plan. Errors are those of `decide`."""
-        self._module, self._forward_outputs = module, num_fwd_outputs
+        self.module, self.forward_outputs = module, num_fwd_outputs
         assert self.decide is not None, "a graph is compiled once"
         program, actions = self.decide(self)
         assert self.joint is not None
@@ -168,14 +169,14 @@ class Graph:
 
     def read(self) -> Program:
         """The program of the joint graph."""
-        assert self._module is not None
+        assert self.module is not None
         on_gpu = self.kind == "cuda"
-        self.joint = joint_of(self._module, self._forward_outputs, self.inputs, on_gpu=on_gpu)
+        self.joint = joint_of(self.module, self.forward_outputs, self.inputs, on_gpu=on_gpu)
         return program_of(self.joint.captured)
 
     def forget(self) -> None:
         """Let go of what only compiling needs."""
-        self._module = self.joint = self.decide = None
+        self.module = self.joint = self.decide = None
 
     def forward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         """Return what runs forward."""

@@ -398,7 +398,7 @@ def receipt_in(model: nn.Module) -> Receipt:
 
 def compiler_of(plan: Plan, model: nn.Module, on_mismatch: str = ERROR, parts: bool = False) -> Compiler:
     """Return what compiles a model by a plan."""
-    around = _state_bytes(plan.meta.optimizer, model)
+    around = state_bytes(plan.meta.optimizer, model)
     return Compiler(plan=plan, on_mismatch=on_mismatch, parts=parts, around_bytes=around, say=lambda _: None)
 
 
@@ -425,7 +425,7 @@ def install(model: nn.Module, compiler: Compiler, first: Callable[..., Compiler]
     return model
 
 
-def _state_bytes(optimizer: str, model: nn.Module) -> int:
+def state_bytes(optimizer: str, model: nn.Module) -> int:
     """Return what an optimizer keeps beside the parameters, by its name in a trace."""
     kind = optimizer.partition("(")[0]
     each = {"SGD": "momentum=" in optimizer, "Adagrad": 1, "RMSprop": 1, "": 0, "none": 0}.get(kind, 2)

@@ -17,12 +17,15 @@ from torch import nn
 from torch.nn import functional
 
 import executor.backend as module_module
+import executor.graphs.graph as graph_module
 import tracer.capture.capture as capture_module
 from executor import apply_plan, fit, remove_plan, unplanned
 from executor.frameworks.first_batch import FirstBatchCallback
 from simulator.core.problem import Problem
 from tests.torch import small_nets
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded, reruns
+from tracer.capture.compiling import compile_joint
+from tracer.torch_api import FakeTensor
 from traces.errors import BudgetError, PlanError, SpecError
 from traces.records.plan import Plan
 
@@ -108,6 +111,7 @@ def test_a_module_that_is_planned_at_its_first_call() -> None:
     chosen.begin(model, None, {})
     assert chosen.awaits(model)
     same_training(eager, model)
+    assert len(compiled(model)) == 1  # when it was planned
     chosen.end(model)
     assert (chosen.receipt.planned_steps, chosen.receipt.unplanned_steps) == (3, 0)
     assert chosen.receipt.plan.actions
@@ -215,19 +219,20 @@ def fitted(model: nn.Module, budget: str | int = "75%", **options: Any) -> nn.Mo
 
 def test_fit_captures_once_and_trains_as_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[str] = []
-    inner = capture_module._joint
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        captured.append("once")
-        return inner(*args, **kwargs)
+    for module in (capture_module, graph_module):  # that of a trace, and that of a step
 
-    monkeypatch.setattr(capture_module, "_joint", counted)
+        def counted(*args: Any, name: str = module.__name__, **kwargs: Any) -> Any:
+            captured.append(name)
+            return compile_joint(*args, **kwargs)
+
+        monkeypatch.setattr(module, "compile_joint", counted)
     eager, model = Deep(), Deep()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     told: list[str] = []
     planned = fitted(model, optimizer=optimizer, say=told.append)
     same_training(eager, planned, step=on_rows)
-    assert captured == ["once"]
+    assert captured == [graph_module.__name__]
     (made,) = compiled(planned)
     assert made.fit == "exact"
     assert reruns(made.rewritten)
@@ -236,6 +241,33 @@ def test_fit_captures_once_and_trains_as_eager_does(monkeypatch: pytest.MonkeyPa
     assert plan.budget_of == "allocated"
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= plan.budget_bytes
     assert not optimizer.state
+
+
+def test_fit_calls_nothing_of_a_model_that_counts_its_calls() -> None:
+    class Counting(Deep):
+        calls, last = 0, None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.last = super().forward(x)
+            return self.last
+
+    eager, model = Counting(), Counting()
+    fitted(model)
+    assert (model.calls, model.last) == (0, None)
+    same_training(eager, model, step=on_rows)
+    assert model.calls == eager.calls
+    assert not isinstance(model.last, FakeTensor)
+
+
+def test_fit_leaves_sizes_that_vary_to_the_first_call() -> None:
+    eager, model = Deep(), Deep()
+    x, target = rows()
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    fit(model, (x, target), functional.mse_loss, budget="100%", say=lambda _: None)
+    assert not compiled(model)
+    same_training(eager, model, step=on_rows)
+    assert len(compiled(model)) == 1
 
 
 def test_fit_of_a_model_in_evaluation_mode_and_with_hooks() -> None:

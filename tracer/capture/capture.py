@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -13,7 +13,7 @@ from torch import fx, nn
 from tracer.capture.attention import ATTENTION, attend
 from tracer.capture.captured import At, Captured
 from tracer.capture.compiling import by_dynamo, calling, compile_joint, differentiable, kind_of, output_values
-from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, Joint, joint_of
+from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, joint_of
 from tracer.capture.refusals import check_capturable, check_graph, from_dynamo, refusal
 from tracer.precision.cast_cache import kernels
 from tracer.precision.policy import OFF, Autocast
@@ -23,10 +23,121 @@ from traces.devices import Device
 from traces.errors import CaptureError
 
 Wanted = Callable[[Any], Collection[int]]
+NO_BACKWARD: Final = (
+    "no output of the model that the loss differentiates depends on a parameter that requires a gradient, so there is "
+    "no backward to plan."
+)
 
 
 class _Read(Exception):
     """The joint graph is read; nothing of it is compiled."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """A call of a model that dynamo captured. Its graph did not run: `outputs` stood for what that returns.
+
+    Attributes:
+        module, examples, context: the graph, the values of its inputs, and what torch knows while it is compiled.
+        own: what the model and the call give to the graph, by id.
+        returned: what the model returned, of these outputs.
+        wanted: the ids of the outputs that the loss differentiates.
+        compiled: what runs in later calls; in a list, which dynamo's code shares.
+    """
+
+    module: fx.GraphModule
+    examples: Sequence[Any]
+    context: Any
+    own: dict[int, tuple[Input, torch.Tensor]]
+    outputs: list[Any]
+    returned: Any = None
+    wanted: Collection[int] = ()
+    compiled: list[Callable[..., Any]]
+
+    @property
+    def left_out(self) -> set[int]:
+        """The places of the outputs that could have a gradient and that the loss does not differentiate."""
+        found = {
+            k: id(x) for k, x in enumerate(self.outputs) if isinstance(x, torch.Tensor) and x.requires_grad
+        }
+        return {k for k, key in found.items() if key not in self.wanted}
+
+    def read(self, joint: fx.GraphModule, forward_outputs: int, target: Device | None = None) -> Captured:
+        """The joint graph that AOTAutograd made of it, with all of the call's inputs."""
+        read = {id(x) for x in self.examples}
+        inputs = [
+            self.own[id(x)][0]
+            if id(x) in self.own
+            else Input(HELD if isinstance(x, torch.Tensor) else ARGUMENT, "", k, x)
+            for k, x in enumerate(self.examples)
+        ]
+        unread = [x for key, x in self.own.items() if key not in read]
+        on_gpu = target is not None or kind_of(self.examples) == "cuda"
+        made = joint_of(joint, forward_outputs, inputs, unread=unread, on_gpu=on_gpu)
+        flat, spec = pytree.tree_flatten(self.returned)
+        place = {id(self.outputs[k]): made.outputs[p] for k, p in made.returned.items()}
+        leaves = (_based(made.captured, place.get(id(x), x), id(x) in self.wanted) for x in flat)
+        differentiated = (
+            n for n, k in differentiable(self.module).items() if id(self.outputs[k]) in self.wanted
+        )
+        return replace(
+            made.captured,
+            output_spec=spec,
+            output_template=tuple(leaves),
+            differentiated=tuple(differentiated),
+            target=target,
+        )
+
+
+def called(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    run: Callable[..., Any],
+    autocast: Autocast,
+    mode: contextlib.AbstractContextManager[Any],
+) -> Call:
+    """Let dynamo capture `model.forward(*args, **kwargs)`; nothing of it runs.
+
+    Args:
+        run: given what dynamo is to give its graph to, returns the compiled call, as `by_dynamo` does.
+        autocast: under which the model runs; its casts become ops of the graph.
+        mode: in which what stands for the outputs is made.
+    """
+    own = _own(model, args, kwargs)  # before forward gives the model other buffers
+    found: list[Call] = []
+
+    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        check_graph(module)
+        with mode:
+            outputs = [_like(x) for x in output_values(module)]
+        compiled: list[Callable[..., Any]] = [lambda *_: outputs]
+        context = TracingContext.get()
+        found.append(
+            Call(
+                module=module, examples=examples, context=context, own=own, outputs=outputs, compiled=compiled
+            )
+        )
+        return torch.compiler.disable(lambda *values: compiled[0](*values))
+
+    with autocast.region(), calling(model, kwargs), without_torch_log():
+        returned = run(backend)(model.forward, tuple(args), kwargs)
+    if not found:
+        raise CaptureError(f"{type(model).__name__}: forward runs no op, so there is nothing to plan.")
+    (call,) = found
+    call.returned = returned
+    return call
+
+
+@contextlib.contextmanager
+def in_words(model: nn.Module) -> Iterator[None]:
+    """Errors of a capture in the body name the user's line."""
+    try:
+        yield
+    except Exception as error:
+        if not from_dynamo(error):
+            raise explain(error, model) from error
+        raise refusal(model, error) from error
 
 
 @one_at_a_time
@@ -47,47 +158,45 @@ def capture(
         wanted: given what the model returns, on tensors that stand for its outputs, the ids of those that the loss
             differentiates.
         target: the GPU whose ops are wanted of a model on the CPU; None: those of the model's own device.
-        autocast: under which the model runs; its casts become ops of the graph.
+        autocast: see `called`.
 
     Raises:
         CaptureError: the model does something that a static graph cannot hold; names the user's line.
     """
     check_capturable(model)
-    own = _own(model, args, kwargs)  # before forward gives the model other buffers
     on_gpu = kernels("AutogradCPU", {ATTENTION: attend}) if target is not None else contextlib.nullcontext()
-    graphs: list[tuple[fx.GraphModule, Sequence[Any], Any, list[Any]]] = []
+    found: list[Captured] = []
 
-    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Any]]:
-        check_graph(module)
-        outputs = [_like(x) for x in output_values(module)]
-        graphs.append((module, examples, TracingContext.get(), outputs))
-        return torch.compiler.disable(lambda *_: outputs)
+    def read(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        found.append(call.read(joint, num_fwd_outputs, target))
+        raise _Read
 
-    try:
-        with autocast.region(), calling(model, kwargs), without_torch_log():
-            returned = by_dynamo(backend)(model.forward, tuple(args), kwargs)
-        if not graphs:
-            raise CaptureError(f"{type(model).__name__}: forward runs no op, so there is nothing to plan.")
-        ((module, examples, context, outputs),) = graphs  # the last are what stands for its outputs
-        differentiated = wanted(returned)
-        with on_gpu, autocast.region(), tracing(context), without_torch_log():
-            joint = _joint(module, examples, outputs, own, differentiated, as_on_gpu=target is not None)
-    except Exception as error:
-        if not from_dynamo(error):
-            raise explain(error, model) from error
-        raise refusal(model, error) from error
-    flat, spec = pytree.tree_flatten(returned)
-    place = {id(outputs[k]): joint.outputs[p] for k, p in joint.returned.items()}
-    template = tuple(_based(joint.captured, place.get(id(x), x), id(x) in differentiated) for x in flat)
-    return replace(
-        joint.captured,
-        output_spec=spec,
-        output_template=template,
-        differentiated=tuple(
-            n for n, k in differentiable(module).items() if id(outputs[k]) in differentiated
-        ),
-        target=target,
-    )
+    def nothing(*_: Any) -> Any:
+        raise _Read
+
+    with in_words(model):
+        call = called(model, args, kwargs, by_dynamo, autocast, contextlib.nullcontext())
+        call.wanted = wanted(call.returned)
+        with (
+            on_gpu,
+            autocast.region(),
+            tracing(call.context),
+            without_torch_log(),
+            contextlib.suppress(_Read),
+        ):
+            compile_joint(
+                call.module,
+                call.examples,
+                kind_of(call.examples),
+                call.left_out,
+                fw_compiler=nothing,
+                bw_compiler=nothing,
+                inference_compiler=nothing,
+                partition_fn=read,
+            )
+    if not found:
+        raise CaptureError(NO_BACKWARD)
+    return found[0]
 
 
 def _own(
@@ -102,55 +211,6 @@ def _own(
     }
     found = ((kind, k, *named) for kind, of in kinds.items() for k, named in enumerate(of))
     return {id(x): (Input(kind, name, k), x) for kind, k, name, x in found}
-
-
-def _joint(
-    module: fx.GraphModule,
-    examples: Sequence[Any],
-    outputs: Sequence[Any],
-    own: dict[int, tuple[Input, torch.Tensor]],
-    wanted: Collection[int],
-    *,
-    as_on_gpu: bool,
-) -> Joint:
-    """The joint graph of what dynamo captured, with all of the call's inputs."""
-    could = {k for k, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad}
-    kept = {k for k in could if id(outputs[k]) in wanted}
-    read = {id(x) for x in examples}
-    unread = [x for key, x in own.items() if key not in read]
-    inputs = [
-        own[id(x)][0] if id(x) in own else Input(HELD if isinstance(x, torch.Tensor) else ARGUMENT, "", k, x)
-        for k, x in enumerate(examples)
-    ]
-    kind = kind_of(examples)
-    found: list[Joint] = []
-
-    def partition(made: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        found.append(
-            joint_of(made, num_fwd_outputs, inputs, unread=unread, on_gpu=as_on_gpu or kind == "cuda")
-        )
-        raise _Read
-
-    def nothing(*_: Any) -> Any:
-        raise _Read
-
-    with contextlib.suppress(_Read):
-        compile_joint(
-            module,
-            examples,
-            kind,
-            could - kept,
-            fw_compiler=nothing,
-            bw_compiler=nothing,
-            inference_compiler=nothing,
-            partition_fn=partition,
-        )
-    if not found:
-        raise CaptureError(
-            "no output of the model that the loss differentiates depends on a parameter that requires a gradient, so "
-            "there is no backward to plan."
-        )
-    return found[0]
 
 
 def _based(captured: Captured, leaf: Any, differentiated: bool) -> Any:

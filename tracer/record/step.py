@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tracer.capture.capture import capture
+from tracer.capture.capture import Wanted, capture
 from tracer.capture.captured import Captured
 from tracer.capture.refusals import check_step
 from tracer.costs.cost import Measured
@@ -57,13 +57,8 @@ def differentiated(step: TrainingStep, returned: Any) -> set[int]:
     return {id(x) for x in could if x.grad is not None}
 
 
-def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
-    """Capture the model of a training step, with the outputs that its loss differentiates.
-
-    Args:
-        target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
-    """
-    check_step(step)
+def wanted_by(step: TrainingStep) -> Wanted:
+    """Return what finds the outputs that a step's loss differentiates among those that its model returned."""
 
     def wanted(returned: Any) -> set[int]:
         for leaf in pytree.tree_leaves(returned):
@@ -76,7 +71,17 @@ def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
                 )
         return differentiated(step, returned)
 
-    return capture(step.model, step.args, step.kwargs, wanted, target, step.autocast)
+    return wanted
+
+
+def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
+    """Capture the model of a training step, with the outputs that its loss differentiates.
+
+    Args:
+        target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
+    """
+    check_step(step)
+    return capture(step.model, step.args, step.kwargs, wanted_by(step), target, step.autocast)
 
 
 @no_garbage()
@@ -99,9 +104,23 @@ def trace_step(
     with fake_mode() as mode:
         # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
-        made = program_of(capture_step(step, target if as_gpu else None))
-        kind = target.kind if as_gpu else device.partition(":")[0]
-        return assemble(step, made, mode, target, header(step, made, build, kind, target), measured or {})
+        captured = capture_step(step, target if as_gpu else None)
+        return draft_of(step, captured, mode, build, target, device, measured or {})
+
+
+def draft_of(
+    step: TrainingStep,
+    captured: Captured,
+    mode: FakeTensorMode,
+    build: BuildStep,
+    target: Device,
+    device: str,
+    measured: Measured,
+) -> Draft:
+    """Record what is around the captured model of a step that `build` made in `mode`, which is `fake_mode`'s."""
+    kind = target.kind if captured.target is not None else device.partition(":")[0]
+    made = program_of(captured)
+    return assemble(step, made, mode, target, header(step, made, build, kind, target), measured)
 
 
 def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Draft:

@@ -1,0 +1,118 @@
+"""Compile a step by a plan before its first call: dynamo captures the user's own module, and keeps what it compiled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from executor.backend import Compiler
+from executor.graphs.graph import Graph, compile_graph
+from executor.graphs.match import fitted
+from tracer.capture.capture import NO_BACKWARD, called, in_words
+from tracer.capture.compiling import by_dynamo
+from tracer.capture.refusals import check_step
+from tracer.record.assemble import Draft
+from tracer.record.program import Program
+from tracer.record.step import draft_of, fake_mode, wanted_by
+from tracer.step.batch import split_batch, to_device
+from tracer.step.step import BuildStep
+from tracer.torch_api import dynamo_config, no_garbage, one_at_a_time, tracing, unset_fake_temporarily
+from traces.devices import Device
+from traces.errors import CaptureError
+from traces.records.plan import Action, Plan
+
+# As torch says it, with a list of what they are on: globals, which any capture leaves so, or something else.
+EFFECTS: Final = "While compiling, we found certain side effects"
+NOT_GLOBAL: Final = r".*?[\[ ](\"(?!G\[)|'<)"
+
+
+@one_at_a_time
+@no_garbage()
+def compiled_ahead(
+    compiler: Compiler,
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Any] | None,
+    build: BuildStep,
+    target: Device,
+    where: torch.device,
+    plan: Callable[[Draft], Plan],
+    dynamic: bool | None,
+) -> bool:
+    """Plan a step and compile it, in one capture. The first call in training finds it compiled.
+
+    Args:
+        compiler: without a plan; gets that, and what is compiled.
+        model, batch, loss, build: the step, and what makes it on fake tensors.
+        target, where: the device, its entry in the table and torch's.
+        plan: makes the plan of the step as it is recorded.
+        dynamic: as `by_dynamo` has it.
+
+    Returns:
+        False: forward changes what outlives the call (a counter, a list), and a call that runs nothing would too, so
+        nothing was done.
+
+    Raises:
+        CaptureError: the step cannot be captured. What `plan` raises.
+    """
+    device = str(where)
+
+    def run(backend: Callable[..., Any]) -> Callable[..., Any]:
+        compiler.first, compiler.run = backend, by_dynamo(compiler, dynamic=dynamic)
+        return compiler.run
+
+    with fake_mode() as mode:
+        step = build(device, optimizer_as_on=where.type)
+        check_step(step)
+        warnings.filterwarnings("ignore", EFFECTS)
+        warnings.filterwarnings("error", EFFECTS + NOT_GLOBAL)
+        told = dynamo_config.patch(side_effect_replay_policy="warn")
+        with unset_fake_temporarily(), in_words(model), told:
+            given = split_batch(model, to_device(batch, device, None), loss)
+            try:
+                call = called(model, given.args, given.kwargs, run, step.autocast, mode)
+            except Exception as error:
+                compiler.run = None
+                if EFFECTS not in str(error):
+                    raise
+                return False
+            finally:
+                compiler.first = None
+        call.wanted = wanted_by(step)(call.returned)
+
+        def decide(graph: Graph) -> tuple[Program, Sequence[Action]]:
+            def planned() -> Plan:
+                assert graph.module is not None
+                with in_words(model), mode, here:
+                    captured = call.read(graph.module, graph.forward_outputs)
+                    draft = draft_of(step, captured, mode, build, target, device, {})
+                return plan(draft)
+
+            here = torch.get_default_device()
+            with ThreadPoolExecutor(
+                1
+            ) as apart:  # from the modes in which torch compiles, which are a thread's own
+                compiler.plan = apart.submit(planned).result()
+            program, actions, graph.fit = fitted(graph, compiler.plan, lambda _: {})
+            return program, actions
+
+        released = step.loop.release_gradients
+        with unset_fake_temporarily(), in_words(model), step.autocast.region(), tracing(call.context):
+            graph, compiled = compile_graph(
+                call.module, call.examples, decide, call.left_out, released=released
+            )
+    if compiler.plan is None:
+        raise CaptureError(NO_BACKWARD)
+    if graph.of_many_sizes:
+        compiler.run = (
+            None  # dynamo's guards lack what AOTAutograd has found of the sizes since they were made
+        )
+        return True
+    call.compiled[0] = compiled
+    compiler.compiled.append(graph)
+    return True
