@@ -22,6 +22,7 @@ from tracer.record.assemble import Draft
 from tracer.record.step import trace_step
 from traces.devices import board_of
 from traces.devices import device as device_entry
+from traces.errors import SpecError
 from traces.progress import Say
 from traces.provenance import alloc_conf
 from traces.records.plan import ALLOCATED, RESERVED, Plan
@@ -130,6 +131,8 @@ def plan_step(
         how: further arguments of `simulator.plan`. The others are those of `fit`.
     """
     began, where = time.monotonic(), next((p.device for p in model.parameters()), torch.device("cpu"))
+    if where.type not in ("cpu", "cuda"):
+        raise SpecError(f"the model is on {where}; move it to the device on which it trains, and fit it there.")
     if not model.training:
         model.train()
     options = {**loop, "amp": (ambient(where.type).dtype if amp is None else amp) or None}

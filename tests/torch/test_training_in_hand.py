@@ -283,6 +283,11 @@ def test_fit_of_a_model_in_evaluation_mode_and_with_hooks() -> None:
     assert len(compiled(model)) == 1
 
 
+def test_fit_of_a_model_that_is_nowhere() -> None:
+    with pytest.raises(SpecError, match="the model is on meta"):
+        fitted(Deep().to("meta"))
+
+
 def test_fit_says_the_least_budget_that_would_do() -> None:
     model = Deep()
     with pytest.raises(BudgetError, match=r"Give a budget of \d") as refused:
