@@ -13,9 +13,9 @@ from torch import nn
 from executor.backend import Compiler
 from executor.graphs.graph import Graph, compile_graph
 from executor.graphs.match import fitted
-from tracer.capture.capture import NO_BACKWARD, called, in_words
+from tracer.capture.capture import NO_BACKWARD, called
 from tracer.capture.compiling import by_dynamo
-from tracer.capture.refusals import check_step
+from tracer.capture.refusals import check_step, in_words
 from tracer.record.assemble import Draft
 from tracer.record.program import Program
 from tracer.record.step import draft_of, fake_mode, wanted_by
@@ -66,34 +66,32 @@ def compiled_ahead(
         compiler.first, compiler.run = backend, by_dynamo(compiler, dynamic=dynamic)
         return compiler.run
 
-    with fake_mode() as mode:
+    with fake_mode() as mode, in_words(model):
         step = build(device, optimizer_as_on=where.type)
         check_step(step)
         warnings.filterwarnings("ignore", EFFECTS)
         warnings.filterwarnings("error", EFFECTS + NOT_GLOBAL)
-        told = dynamo_config.patch(side_effect_replay_policy="warn")
-        with unset_fake_temporarily(), in_words(model), told:
-            given = split_batch(model, to_device(batch, device, None), loss)
-            try:
+        try:
+            with unset_fake_temporarily(), dynamo_config.patch(side_effect_replay_policy="warn"):
+                given = split_batch(model, to_device(batch, device, None), loss)
                 call = called(model, given.args, given.kwargs, run, step.autocast, mode)
-            except Exception as error:
-                compiler.run = None
-                if EFFECTS not in str(error):
-                    raise
-                return False
-            finally:
-                compiler.first = None
+        except Exception as error:
+            compiler.run = None
+            if EFFECTS not in str(error):
+                raise
+            return False
+        finally:
+            compiler.first = None
         call.wanted = wanted_by(step)(call.returned)
 
         def decide(graph: Graph) -> tuple[Program, Sequence[Action]]:
-            def planned() -> Plan:
-                assert graph.module is not None
-                with in_words(model), mode, here:
-                    captured = call.read(graph.module, graph.forward_outputs)
-                    draft = draft_of(step, captured, mode, build, target, device, {})
-                return plan(draft)
+            assert graph.module is not None
+            captured, here = call.read(graph.module, graph.forward_outputs), torch.get_default_device()
 
-            here = torch.get_default_device()
+            def planned() -> Plan:
+                with mode, here:
+                    return plan(draft_of(step, captured, mode, build, target, device, {}))
+
             with ThreadPoolExecutor(
                 1
             ) as apart:  # from the modes in which torch compiles, which are a thread's own
@@ -102,7 +100,7 @@ def compiled_ahead(
             return program, actions
 
         released = step.loop.release_gradients
-        with unset_fake_temporarily(), in_words(model), step.autocast.region(), tracing(call.context):
+        with unset_fake_temporarily(), step.autocast.region(), tracing(call.context):
             graph, compiled = compile_graph(
                 call.module, call.examples, decide, call.left_out, released=released
             )

@@ -132,7 +132,9 @@ def plan_step(
     """
     began, where = time.monotonic(), next((p.device for p in model.parameters()), torch.device("cpu"))
     if where.type not in ("cpu", "cuda"):
-        raise SpecError(f"the model is on {where}; move it to the device on which it trains, and fit it there.")
+        raise SpecError(
+            f"the model is on {where}; move it to the device on which it trains, and fit it there."
+        )
     if not model.training:
         model.train()
     options = {**loop, "amp": (ambient(where.type).dtype if amp is None else amp) or None}

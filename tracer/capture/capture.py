@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,10 +14,10 @@ from tracer.capture.attention import ATTENTION, attend
 from tracer.capture.captured import At, Captured
 from tracer.capture.compiling import by_dynamo, calling, compile_joint, differentiable, kind_of, output_values
 from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, joint_of
-from tracer.capture.refusals import check_capturable, check_graph, from_dynamo, refusal
+from tracer.capture.refusals import check_capturable, check_graph, in_words
 from tracer.precision.cast_cache import kernels
 from tracer.precision.policy import OFF, Autocast
-from tracer.step.user_errors import explain, without_torch_log
+from tracer.step.user_errors import without_torch_log
 from tracer.torch_api import TracingContext, no_garbage, one_at_a_time, pytree, tracing
 from traces.devices import Device
 from traces.errors import CaptureError
@@ -127,17 +127,6 @@ def called(
     (call,) = found
     call.returned = returned
     return call
-
-
-@contextlib.contextmanager
-def in_words(model: nn.Module) -> Iterator[None]:
-    """Errors of a capture in the body name the user's line."""
-    try:
-        yield
-    except Exception as error:
-        if not from_dynamo(error):
-            raise explain(error, model) from error
-        raise refusal(model, error) from error
 
 
 @one_at_a_time

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -12,7 +14,7 @@ from torch import fx, nn
 
 from tracer.step.loop import TrainingStep
 from tracer.step.release import needs_closure
-from tracer.step.user_errors import first_line, is_data_dependent, is_library, on_data, user_line
+from tracer.step.user_errors import explain, first_line, is_data_dependent, is_library, on_data, user_line
 from tracer.torch_api import TracingContext
 from traces.errors import CaptureError, LowtideError, OptimizerError
 
@@ -80,6 +82,15 @@ def check_step(step: TrainingStep) -> None:
             "through a closure; a trace is of one forward, one backward and one step. Use another optimizer, or plan "
             "without it (optimizer=None) and leave room for its state."
         )
+
+
+@contextlib.contextmanager
+def in_words(model: nn.Module) -> Iterator[None]:
+    """Errors of a capture in the body name the user's line."""
+    try:
+        yield
+    except Exception as error:
+        raise (refusal(model, error) if from_dynamo(error) else explain(error, model)) from error
 
 
 def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError:
