@@ -21,6 +21,7 @@ from tracer import trace
 from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.record import ASSUMED, HOST_READ, MASK, MISSING
 from tracer.rehearsal.run import rehearse
+from traces import progress
 from traces.errors import LowtideError, SpecError
 from traces.records.plan import Plan
 
@@ -166,7 +167,11 @@ def test_steps_that_fit_records_are_no_iterations(tmp_path: Path) -> None:
         """
     )
     (tmp_path / "net.py").write_text(STEP)
+    shares: list[float | None] = []
+    progress.shown_by(lambda share, _: bool(shares.append(share)))
     first, second = rehearse(script(tmp_path, text), "h100", iterations=2).iterations
+    progress.shown_by(None)
+    assert {0.5, 1.0} <= set(shares)
     assert set(second.phases) == {"forward", "backward", "optimizer"}
     # Adam's state, which no step on fake tensors makes.
     assert second.peaks.requested_bytes - first.phases["forward"].requested_bytes > 2 * 4 * 2 * 1024 * 4096

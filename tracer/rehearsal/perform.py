@@ -58,8 +58,10 @@ def do(
     out_of_memory = ""
     others: Any = nullcontext()
     local_rank = 0
+    far = counted(range(iterations), str)
+    next(far)
     if not (ranks := fields.get("ranks", 0)):
-        watch = Watch(most_iterations=most)
+        watch = Watch(most_iterations=most, settle=lambda: next(far, None))
     else:
         local_rank = int(os.environ["LOCAL_RANK"])
         from tracer.rehearsal.absent import absent_ranks, finish_pending
@@ -67,7 +69,12 @@ def do(
         # The threads of NCCL's groups would ask the store while the interpreter ends.
         atexit.register(os._exit, 1)
         words = Words(Path(said), fields["rank"], until)
-        watch = Watch(most_iterations=most, device=local_rank, settle=finish_pending, words=words)
+
+        def settle() -> None:
+            finish_pending()
+            next(far, None)
+
+        watch = Watch(most_iterations=most, device=local_rank, settle=settle, words=words)
         others = absent_ranks(fields["rank"], ranks, local_rank, words, null_driver())
     try:
         beside = pkgutil.resolve_name(around[0])(*around[1:]) if around else nullcontext()
@@ -86,7 +93,7 @@ def do(
                 with FakeTensorMode():
                     torch.empty(1, device="cuda")
                 watch.begin()
-                for _ in counted(range(iterations), str):
+                for _ in range(iterations):
                     run_step(step, model_called, step.optimizer)
                     watch.end()
     except torch.cuda.OutOfMemoryError as error:
