@@ -13,6 +13,7 @@ import random
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -91,12 +92,18 @@ Script = Callable[[nn.Module], Any]
 ROWS: dict[str, tuple[Callable[[], nn.Module], Script, str, Callable[[Any], torch.Tensor]]] = {}
 # All rows that are added as slow, and these, which run no line of Lowtide's that no other row runs.
 SLOW = {
-    "a_weight_pruned",
-    "one_block_in_evaluation_mode",
-    "a_closure_s_variable_changed",
-    "deterministic_algorithms_that_forward_asks_for",
-    "weights_made_by_a_parametrization",
-}
+    "an_activation_appended", "a_hook_that_stores_features_added_later", "a_global_hook_that_stores",
+    "a_buffer_reassigned_with_its_graph", "a_counter_among_globals", "a_convolution_s_stride",
+    "a_number_among_the_arguments", "a_weight_pruned", "batch_norm_momentum", "gelu_of_another_formula",
+    "an_entry_of_a_dict", "a_table_that_a_helper_reads", "a_config_s_flag", "statistics_read_between_two_norms",
+    "one_block_in_evaluation_mode", "a_flag_for_a_number", "a_teacher_that_follows_in_forward",
+    "an_object_s_number", "a_default_of_a_helper", "a_closure_s_variable_changed",
+    "deterministic_algorithms_that_forward_asks_for", "a_view_without_its_gradient", "one_half_alone",
+    "weights_made_by_a_parametrization", "noise_by_torch", "a_hook_that_transforms",
+    "hooks_on_output_and_parameters", "a_linear_deleted_and_put_back", "an_activation_replaced_by_its_like",
+    "nothing_that_forward_reads", "backward_into_some_parameters", "training_and_evaluation_by_turns",
+    "a_call_of_a_part_s_own", "an_attribute_of_the_class_changed", "a_shape_noted",
+}  # fmt: skip
 
 
 def total(out: Any) -> torch.Tensor:
@@ -293,8 +300,14 @@ changes(
     ),
 )
 changes(
+    batch_norm_momentum=lambda m: setattr(m.block.norm, "momentum", 0.5),
+    an_activation_replaced_by_its_like=lambda m: setattr(m.block, "act", nn.GELU()),
+    gelu_of_another_formula=lambda m: setattr(m.block.act, "approximate", "tanh"),
+    an_entry_of_a_dict=lambda m: m.table.update(shift=0.125),
     a_parameter_replaced=lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach() * 2)),
     weights_tied=lambda m: setattr(m.head, "weight", m.block.linear.weight),
+    nothing_that_forward_reads=lambda m: setattr(m, "epoch", getattr(m, "epoch", 0) + 1),
+    a_linear_deleted_and_put_back=lambda m: setattr(m.block, "linear", m.block._modules.pop("linear")),
 )
 changes(
     "another graph",
@@ -302,6 +315,7 @@ changes(
     a_block_s_forward_replaced_on_the_instance=lambda m: setattr(
         m.block, "forward", lambda x, linear=m.block.linear: linear(x).tanh()
     ),
+    a_config_s_flag=lambda m: setattr(m.config, "use_cache", True),
     parameters_frozen=lambda m: m.block.requires_grad_(False),
     a_weight_pruned=lambda m: prune.l1_unstructured(m.head, "weight", 0.5),
     one_block_in_evaluation_mode=lambda m: m.block.eval(),
@@ -312,8 +326,10 @@ SCALE = 1.0
 
 
 class WithGlobals(Linear):
+    power = 2.0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).sigmoid() ** 2.0 * SCALE
+        return self.linear(x).sigmoid() ** self.power * SCALE
 
 
 def switched(
@@ -336,12 +352,34 @@ def switched(
 
 
 switched("a_global_changed", lambda m, x: globals().update(SCALE=x))
+switched("an_attribute_of_the_class_changed", lambda m, x: setattr(WithGlobals, "power", x), (2.0, 3.0))
 switched(
     "forward_replaced_in_the_class",
     lambda m, x: setattr(WithGlobals, "forward", x),
     (WithGlobals.forward, lambda self, x: self.linear(x).tanh()),
     ends="another graph",
 )
+
+
+TABLE = {"outer": 1.0}
+
+
+def by_default(x: torch.Tensor, gain: float = 1.0) -> torch.Tensor:
+    return x * gain
+
+
+class Helped(Linear):
+    """The numbers that decide its result stand behind functions that its forward calls."""
+
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return by_default(x * TABLE["outer"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.helper(self.linear(x).sigmoid())
+
+
+switched("a_table_that_a_helper_reads", lambda m, x: TABLE.update(outer=x), net=Helped)
+switched("a_default_of_a_helper", lambda m, x: setattr(by_default, "__defaults__", (x,)), net=Helped)
 
 
 def closure() -> tuple[type[nn.Module], Callable[[float], None]]:
@@ -362,6 +400,14 @@ Closed, set_gain = closure()
 
 
 switched("a_closure_s_variable_changed", lambda m, x: set_gain(x), net=Closed)
+
+
+def pooled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.conv(x[:, None]).relu().mean(2)
+
+
+Convolution = made_of(pooled, conv=partial(nn.Conv1d, 1, 2, 3, padding=1))
+changes(net=Convolution, a_convolution_s_stride=lambda m: setattr(m.conv, "stride", (2,)))
 
 
 class Tensors(Linear):
@@ -391,6 +437,15 @@ class Arguments(Linear):
         return self.linear(x).sigmoid() * gain
 
 
+rows(
+    net=Arguments,
+    a_number_among_the_arguments=lambda m: [step(m, gain=gain) for gain in (1.0, 2.0, 2.5, 1.0)],
+)
+
+
+rows(net=Arguments, a_flag_for_a_number=lambda m: [step(m, gain=gain) for gain in (1.0, 1, True)])
+
+
 ONES = np.ones(2_000)
 BOX = SimpleNamespace(values=1.0)
 
@@ -414,6 +469,14 @@ def arrays(m: Any) -> Any:
 class WithObject(Arguments):
     def forward(self, x: torch.Tensor, values: Any = BOX) -> Any:
         return super().forward(x, values)
+
+
+@row(net=WithObject)
+def an_object_s_number(m: Any) -> Any:
+    box = SimpleNamespace(values=1.0)
+    losses = [step(m, values=box)]
+    box.values = 3.0
+    return [*losses, step(m, values=box), step(m, values=SimpleNamespace(values=1.0))]
 
 
 rows(
@@ -572,6 +635,15 @@ def evaluation_between_forward_and_backward(m: Any) -> Any:
     return out
 
 
+AsksWhetherItTrains = made_of(lambda s, x: functional.dropout(s.linear(x), 0.5, training=s.training))
+rows(
+    net=AsksWhetherItTrains,
+    training_and_evaluation_by_turns=lambda m: [
+        (step(m.train(), batch(k)), m.eval()(batch(k))) for k in range(3)
+    ],
+)
+
+
 @row(net=Sigmoid)
 def a_gradient_penalty_without_the_plan(m: Any) -> Any:
     losses = []
@@ -613,6 +685,20 @@ rows(
         total(m(batch())), [m.head.weight, m.block.linear.bias]
     )
 )
+
+
+rows(backward_into_some_parameters=lambda m: total(m(batch())).backward(inputs=[m.head.weight]))
+
+
+@row()
+def hooks_on_output_and_parameters(m: Any) -> Any:
+    seen = []
+    m.head.weight.register_hook(lambda g: g * 2)
+    m.block.linear.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    out = m(batch())
+    out.register_hook(lambda g: g * 0.5)
+    total(out).backward()
+    return seen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -661,12 +747,17 @@ def one_output_alone(m: Any) -> Any:
     return optimizer.state_dict()
 
 
+# Its outputs are parts of one value, whose gradient is put together from both.
+Halves = made_of(lambda s, x: tuple(part.sigmoid() for part in s.linear(x).sigmoid().split(4, 1)))
+
+
 rows(
     "leaves out an output",
     Heads,
     one_output_at_another_size=lambda m: (step(m), m(batch()[:3])["a"].sum().backward()),
 )
 rows("leaves out an output", Steep, one_output_without_a_steep_one=lambda m: m(batch())["a"].sum().backward())
+rows(net=Halves, one_half_alone=lambda m: m(batch())[1].sum().backward())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -706,6 +797,12 @@ def stateful(ends: str, net: Callable[[], nn.Module] = Stateful) -> Callable[[An
 
 
 @stateful(EQUAL)
+def a_buffer_reassigned_with_its_graph(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.ema = 0.9 * self.ema.detach() + 0.1 * y.mean(0)
+    return y - self.ema
+
+
+@stateful(EQUAL)
 def a_buffer_changed_in_place(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.ema.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
     return y - self.ema
@@ -717,9 +814,21 @@ def a_counter(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y * self.calls
 
 
+@stateful(EQUAL)
+def a_shape_noted(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.shape = y.shape
+    return y
+
+
 @stateful("self.last")
 def an_activation_noted(self: Any, y: torch.Tensor) -> torch.Tensor:
     self.last = y
+    return y
+
+
+@stateful("self.seen")
+def an_activation_appended(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.seen.append(y.detach())
     return y
 
 
@@ -800,6 +909,9 @@ rows(
             m.register_forward_hook(lambda _, args, out: seen.append(out.detach().clone())),
         )
     ),
+    a_hook_that_stores_features_added_later=storing(
+        lambda m, seen: (step(m), m.block.register_forward_hook(lambda _, args, out: seen.append(out)))
+    ),
     post_accumulate_hooks_and_gradients_asked_for=storing(
         lambda m, seen: m.head.weight.register_post_accumulate_grad_hook(
             lambda p: seen.append(p.grad.clone())
@@ -827,6 +939,9 @@ class Hooked(WithGlobals):
         self.linear.register_forward_hook(lambda module, args, out: out * 0.5)
 
 
+rows(net=Hooked, a_hook_that_transforms=lambda m: steps(m))
+
+
 def normed() -> nn.Module:
     """Its weights are made by torch's hooks."""
     with warnings.catch_warnings(action="ignore"):  # deprecated, and in many models
@@ -844,9 +959,25 @@ Parametrized = made_of(
 rows(net=Parametrized, weights_made_by_a_parametrization=trained)
 
 
+@row()
+def a_global_hook_that_stores(m: Any) -> Any:
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(out))
+    try:
+        return steps(m), len(seen)
+    finally:
+        handle.remove()
+
+
 @stateful("hook")
 def a_tensor_hook_in_forward_that_stores(self: Any, y: torch.Tensor) -> torch.Tensor:
     y.register_hook(self.seen.append)
+    return y * 2
+
+
+@stateful(EQUAL)
+def a_tensor_hook_in_forward_that_scales(self: Any, y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda g: g * 0.5)
     return y * 2
 
 
@@ -959,7 +1090,15 @@ rows(net=Shallow, inside_a_checkpoint=lambda m: total(checkpoint(m, batch(), use
 # ---------------------------------------------------------------------------------------------------------------------
 # What no plan sees: state that forward, hooks and backward keep outside of the graph
 
+CALLS = 0
 DICE = random.Random(3)
+
+
+@stateful("cannot be captured")
+def a_counter_among_globals(self: Any, y: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS = (CALLS + 1) % 4
+    return y * CALLS
 
 
 @stateful("cannot be captured")
@@ -1008,6 +1147,16 @@ class ByLambda(Linear):
         return self.scaled(x)
 
 
+class ByProxy(ByLambda):
+    def __init__(self) -> None:
+        super().__init__()
+        me = weakref.proxy(self)
+        self.scaled = lambda x: me.linear(x).sigmoid() * me.scale
+
+
+rows("cannot be captured", net=ByProxy, a_weak_proxy_of_self=lambda m: steps(m))
+
+
 class NamesItsOwn(nn.Sequential):
     """Its optimizer is to see its head alone."""
 
@@ -1037,6 +1186,32 @@ class CalledOtherwise(Linear):
 
 
 rows("another graph", net=CalledOtherwise, a_call_of_the_class_s_own=lambda m: steps(m))
+
+
+HoldsOne = made_of(lambda s, x: s.inner(x).sigmoid(), inner=CalledOtherwise)
+rows("another graph", net=HoldsOne, a_call_of_a_part_s_own=lambda m: steps(m))
+
+
+class Distilled(nn.Module):
+    """A teacher that follows its student, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(8, 8)
+        self._teachers = [copy.deepcopy(self.student).requires_grad_(False)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(x).sigmoid() - self._teachers[0](x)
+
+
+@row(net=Distilled)
+def a_teacher_in_a_list(m: Any) -> Any:
+    losses = []
+    for k in range(3):
+        losses.append(step(m, batch(k)))
+        m._teachers[0].weight.lerp_(m.student.weight.detach(), 0.5)
+    m._teachers[0] = copy.deepcopy(m._teachers[0])
+    return losses, step(m)
 
 
 class AddsMain(torch.autograd.Function):
@@ -1112,6 +1287,18 @@ def a_hook_with_a_state(m: Any) -> Any:
     return steps(m), hook.mean
 
 
+@row()
+def post_accumulate_hooks_and_chosen_inputs(m: Any) -> Any:
+    seen = []
+    for name, p in m.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad.clone())))
+    total(m(batch())).backward(inputs=[m.head.weight])
+    total(m(batch(1))).backward()
+    return dict(seen[:1]), dict(
+        sorted(seen[1:], key=lambda x: x[0])
+    )  # which comes first is autograd's affair
+
+
 @row("shallow copy", net=Shallow)
 def a_shallow_copy_of_its_own_state(m: Any) -> Any:
     other = copy.copy(m)
@@ -1170,6 +1357,13 @@ def by_turns(s: Any, x: torch.Tensor) -> torch.Tensor:
     return s.n.train()(y).sigmoid()
 
 
+def follow(s: Any) -> Any:
+    with torch.no_grad():
+        for p, q in zip(s.teacher.parameters(), s.a.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    return s.teacher
+
+
 def written(s: Any, x: torch.Tensor) -> torch.Tensor:
     y, at = torch.mul(x, 2, out=torch.empty(6, 8)).clone() + s.a(x), s.opts["k"]
     s.seen[at : at + 6], s.opts["k"] = y.detach(), 6 - at
@@ -1186,14 +1380,20 @@ def bins(x: torch.Tensor) -> torch.Tensor:
 
 F, Pair = functional, collections.namedtuple("Pair", "a b")
 models(
+    noise_by_torch=lambda s, x: s.a(x).sigmoid() + torch.rand(8) * torch.randn_like(x),
     a_checkpoint_inside=lambda s, x: checkpoint(
         lambda y: s.drop(s.a(y)).sigmoid(), s.b(x), use_reentrant=False
     ),
+    statistics_read_between_two_norms=lambda s, x: s.n(s.n(s.a(x)).cos() * s.n.running_var).cos(),
     a_norm_that_shares_its_statistics=lambda s, x: s.n(s.n(s.a(x)).sigmoid()) * s.n.running_var,
     a_norm_in_evaluation_and_then_in_training=by_turns,
     a_spectral_norm=lambda s, x: s.spectral(x).sigmoid(),
     writes_of_every_kind=written,
+    a_teacher_that_follows_in_forward=lambda s, x: s.a(x).sigmoid() - follow(s)(x),
     a_gradient_of_its_own=lambda s, x: (lambda y, i: y.gather(1, i))(*OwnGradient.apply(s.a(x), 2.0)),
+    a_view_without_its_gradient=lambda s, x: (lambda y: (y, y, y.T, y[1:].detach(), y > 0, x, s.seen))(
+        s.b(x)
+    ),
 )
 models(
     slow=True,
@@ -1423,6 +1623,7 @@ rows(
 rows(
     "an argument was changed in place",
     Shallow,
+    the_input_refilled_through_data=between(lambda m, x: x.data.fill_(2)),
     the_input_s_memory_refilled_by_numpy=between(lambda m, x: x.numpy().fill(2)),
 )
 rows(
