@@ -2,9 +2,8 @@
 
 Two batch sizes are traced, and the search goes over steps on the straight line through them, which no process makes.
 Where it ends is traced, and so is the next larger batch: the answer is confirmed on both sides, or the search goes on
-along the line through these. On the way any plan within the price will do; the answer has the best that is found.
-Fragmentation can make a larger batch fit where a smaller one does not; such islands beyond the first boundary are not
-looked for. One of several ranks is rehearsed in place of traced.
+along the line through these. On the way any plan within the price will do. Fragmentation can make a larger batch fit
+where a smaller one does not; such islands are not looked for. One of several ranks is rehearsed in place of traced.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FIRST: Final = 8  # the first batch size that is traced; the second is STRIDE ti
 STRIDE: Final = 4
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
 RANKS: Final = "Several ranks: fully_shard, a batch on each. `execute rehearse --shard fsdp2 --budget` plans."
-SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time
+SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time, at first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +102,7 @@ class _Search:
     device: DeviceMemory
     price_percent: float  # of a plan, at most
     say: Say
+    sooner: int = SOONER
     traces: dict[int, Trace] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
@@ -149,8 +149,7 @@ class _Search:
         return self.probes[batch_size].fits
 
     def plan(self, batch_size: int, *, best: bool = False) -> bool:
-        """Return whether a plan within the price fits, of which any will do, or the best is looked for; of what was
-        rehearsed nobody looks for one."""
+        """Return whether a plan within the price fits, any or the best; of what was rehearsed nobody looks for one."""
         if self.without(batch_size):
             return True
         known = self.probes[batch_size]
@@ -177,7 +176,7 @@ class _Search:
                 return none
             if bound.overhead_percent > self.price_percent:
                 return replace(none, overhead_percent=bound.overhead_percent, message=bound.least())
-            seconds = asks.limits.seconds / (1 if probe.traced else SOONER)
+            seconds = asks.limits.seconds / (1 if probe.traced else self.sooner)
             enough_ns = int(c.saved.timeline.step_time_ns * (1 + self.price_percent / 100)) * (not best)
             limits = replace(asks.limits, seconds=seconds, enough_ns=enough_ns)
             answer = ask(c.problem, replace(asks, limits=limits))
@@ -320,6 +319,7 @@ def max_batch(
         search.plan, without, top + step, 2 * max(first, without), max(first, without // 2)
     )
     if ranks > 1 or not batch_sizes:
+        search.sooner = 1
         progress(f"by the line through two traces, batch {without} fits, and with a plan batch {with_plan}")
         search.trace(*(n + k for n in (without, with_plan) for k in (0, step)))
         without = search.confirmed(search.without, 0, without)
