@@ -36,7 +36,6 @@ planner = "mu-two"
 """
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Cases
 
 
@@ -101,7 +100,6 @@ def test_the_packaged_cases_can_be_read_by_their_name() -> None:
         load_cases("tpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Running
 
 
@@ -202,7 +200,6 @@ def test_a_stopped_campaign_keeps_what_it_measured(tmp_path: Path, machine: Mach
     assert {m.environment["times"] for r in book.records[:3] if (m := r.measurement)} == {"2"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What is shown
 
 

@@ -30,7 +30,6 @@ from traces.records.trace import Trace, Untouched
 MIB = 1 << 20
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the probes
 
 
@@ -211,7 +210,6 @@ def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
         found_in(tmp_path, 1 << 40, load, "cuda")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the command
 
 

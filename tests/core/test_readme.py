@@ -83,7 +83,6 @@ def small_trace() -> Trace:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # traces/README.md
 
 
@@ -156,7 +155,6 @@ def test_every_key_of_a_campaigns_cases_is_documented() -> None:
     assert [f.name for f in fields(Method) if f.name.replace("_", "-") not in text] == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # README.md: commands, options, keys
 
 

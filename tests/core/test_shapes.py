@@ -63,7 +63,6 @@ def asked(
     return over_shapes(c, shapes, [(s, make(s["seq_len"])) for s in shapes.looked_at()])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # ranges
 
 
@@ -100,7 +99,6 @@ def test_a_step_looks_at_every_one() -> None:
     assert label({"seq_len": 512, "batch_size": 4, "optimizer": "sgd"}) == "b4-s512"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # peaks, by hand: 10 of w, and in units of the length
 
 
@@ -161,7 +159,6 @@ def test_another_step_at_the_largest_shape_is_an_error() -> None:
         over_shapes(planned(step(5)), shapes, traces)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # reserved memory
 
 
@@ -211,7 +208,6 @@ def test_a_device_that_the_random_steps_do_not_fit() -> None:
     assert not found.holds
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the command
 
 

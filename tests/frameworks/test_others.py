@@ -45,7 +45,6 @@ def ten_steps(run: Callable[[bool], Made], *, captures: int = 1, by: Any = None,
         within_budget(planned, receipt.plan)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Accelerate
 
 
@@ -103,7 +102,6 @@ def test_accelerate_s_unwrapping_does_not_lose_the_plan() -> None:
     assert bare.receipt().planned_steps == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # TRL
 
 
@@ -143,7 +141,6 @@ def tokenizer(kind: Any) -> Any:
     return kind(tokenizer_object=words, eos_token="w0", pad_token="w0", unk_token="w1")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # PEFT
 
 
@@ -209,7 +206,6 @@ def loop(model: nn.Module, optimizer: Any, data: list[dict[str, torch.Tensor]]) 
     return losses
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # timm
 
 

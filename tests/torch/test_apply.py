@@ -176,7 +176,6 @@ def test_an_output_outside_the_plan_s_loss_can_be_read_but_not_differentiated() 
     assert planned.b.weight.grad is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The verification itself can fail
 
 

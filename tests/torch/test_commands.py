@@ -71,7 +71,6 @@ def plan() -> Plan:
     return Plan(meta=made.meta, predicted={"plan": FIGURES, "baseline": FIGURES})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # trace
 
 
@@ -150,7 +149,6 @@ def test_json_is_one_object_on_stdout(folder: Path) -> None:
     assert "resnet18" in call(trace, "models").stdout.split()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Files of others and broken ones
 
 
@@ -208,7 +206,6 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
     assert crashes == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # execute
 
 
@@ -317,7 +314,6 @@ def test_a_process_that_dies_is_explained(
         run_job(job)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Without torch
 
 

@@ -103,7 +103,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the derivative
 
 
@@ -176,7 +175,6 @@ def test_every_bit_pattern_has_a_finite_derivative(form: str, kind: str, dtype: 
     assert torch.allclose(zeros.float(), torch.full((2,), 0.5), atol=2e-3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the ops
 
 
@@ -278,7 +276,6 @@ def test_an_import_starts_no_compiler() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the modules
 
 
@@ -342,7 +339,6 @@ def test_compiled_without_a_graph_break(backend: str) -> None:
             torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # models
 
 

@@ -284,7 +284,6 @@ class SetBack:
         torch.use_deterministic_algorithms(self.before[1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Changes of the model between two steps
 
 
@@ -425,7 +424,6 @@ class Tensors(Linear):
 rows(net=Tensors, tensors_that_are_no_buffers=lambda m: step(m))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Arguments
 
 
@@ -503,7 +501,6 @@ def a_view_of_a_larger_tensor(m: Any) -> Any:
     return step(m), step(m, wide[:, ::2]), step(m, wide[:, 8:])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Settings of the process
 
 
@@ -516,7 +513,6 @@ Deterministic = made_of(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Between forward and backward
 
 
@@ -701,7 +697,6 @@ def hooks_on_output_and_parameters(m: Any) -> Any:
     return seen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A loss over some of the outputs
 
 
@@ -760,7 +755,6 @@ rows("leaves out an output", Steep, one_output_without_a_steep_one=lambda m: m(b
 rows(net=Halves, one_half_alone=lambda m: m(batch())[1].sum().backward())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # State that forward changes
 
 
@@ -884,7 +878,6 @@ class Clipping(Linear):
 rows("overwrites the parameter", net=Clipping, a_parameter_clipped_in_forward=lambda m: steps(m))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Hooks of the user's own
 
 
@@ -981,7 +974,6 @@ def a_tensor_hook_in_forward_that_scales(self: Any, y: torch.Tensor) -> torch.Te
     return y * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Threads, reuse
 
 
@@ -1087,7 +1079,6 @@ def arguments_that_lie_otherwise(m: Any) -> Any:
 rows(net=Shallow, inside_a_checkpoint=lambda m: total(checkpoint(m, batch(), use_reentrant=False)).backward())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What no plan sees: state that forward, hooks and backward keep outside of the graph
 
 CALLS = 0
@@ -1307,7 +1298,6 @@ def a_shallow_copy_of_its_own_state(m: Any) -> Any:
     return first, step(other), other.shift.grad, step(m)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A line each: layers and ops of torch that keep something, draw, or write
 
 

@@ -49,7 +49,6 @@ def casts(trace: Trace, phase: str) -> list[int]:
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The options
 
 
@@ -119,7 +118,6 @@ def test_a_build_function_that_names_amp_is_told(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.split() == ["bfloat16", "none"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The step
 
 
@@ -202,7 +200,6 @@ def test_the_statistics_of_a_norm_between_types_are_counted_as_the_kernel_keeps_
     assert [trace.storages.nbytes[s] for s in trace.ops.writes[i]] == [16 * 24 * 2, 64, 64]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The gradient scaler
 
 
@@ -274,7 +271,6 @@ def test_the_peak_counts_when_the_scaler_has_taken_steps(
         perform(job)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # In a loop of one's own
 
 
@@ -347,7 +343,6 @@ def test_another_state_of_autocast_is_refused(
         planned(torch.randn(16, 24))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Times
 
 

@@ -129,7 +129,6 @@ def test_in_place_twins() -> None:
     assert inplace_twin(torch.ops.lowtide.dropout_mask.default) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Sizes by hand
 
 

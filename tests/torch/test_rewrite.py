@@ -153,7 +153,6 @@ def test_takeovers_become_in_place_ops(residual: Program) -> None:
     assert all(inplace_twin(n.target) is not None for n in taking)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Guards
 
 

@@ -88,7 +88,6 @@ def twins() -> tuple[nn.Module, nn.Module]:
     return residual(), residual()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The object
 
 
@@ -147,7 +146,6 @@ def test_unplanned_runs_the_model_s_own_forward(plan: Plan, monkeypatch: pytest.
         planned(batch()[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Copies
 
 
@@ -177,7 +175,6 @@ def test_a_copy_trains_by_the_plan(how: str, used: bool, plan: Plan, tmp_path: P
     assert "forward" not in vars(remove_plan(other))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Plans from the model in hand
 
 
@@ -298,7 +295,6 @@ def test_fit_says_the_least_budget_that_would_do() -> None:
     fitted(model, least)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Calls that the plan is not for
 
 
@@ -388,7 +384,6 @@ def test_steps_inside_unplanned_are_counted() -> None:
     assert receipt.unplanned_because == {"inside `with unplanned`": 1}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Why a plan is not for a call
 
 
