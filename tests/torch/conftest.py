@@ -66,10 +66,10 @@ class Measurer:
                 return list(json.loads(line.removeprefix("PEAKS ")))
         raise AssertionError(f"the measuring process ended with code {self.process.wait()}")
 
-    def steady_peak(self, plan: Plan, folder: Path) -> int:
+    def steady_peak(self, plan: Plan, folder: Path, variant: str = "plan") -> int:
         """The highest peak on the CPU from the third iteration of a planned step on; the plan goes into the folder."""
         path = str(plan.save(folder / "plan.json"))
-        job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+        job = Job(variant=variant, plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
         return max(self.peaks(job)[2:])
 
     def close(self) -> None:

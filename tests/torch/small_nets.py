@@ -103,6 +103,15 @@ def table(batch_size: int = 2, seq_len: int = 12) -> Built:
     )
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"a": self.a(x), "b": self.b(x), "kind": "two", "ids": torch.arange(3)}
+
+
 class Branches(nn.Module):
     """Three blocks whose branches end side by side, as in an Inception net, and a second head on the way."""
 
@@ -136,53 +145,41 @@ def branches() -> Built:
     return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-class Branching(nn.Module):
+class Branching(nn.Linear):
     """Looks at its data."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
+        y = super().forward(x)
         if y.sum() > 0:  # the line that errors must name
             y = y * 2
         return y
 
 
 def branching() -> Built:
-    return Branching(), torch.randn(2, 4), lambda y: y.sum(), None
+    return Branching(4, 4), torch.randn(2, 4), lambda y: y.sum(), None
 
 
-class Nonzero(nn.Module):
+class Nonzero(nn.Linear):
     """Has an op whose output's shape depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.sum(1).nonzero()  # the line that errors must name
-        return self.linear(x)[rows]
+        return super().forward(x)[rows]
 
 
 def nonzero() -> Built:
-    return Nonzero(), torch.randn(2, 4), lambda y: y.sum(), None
+    return Nonzero(4, 4), torch.randn(2, 4), lambda y: y.sum(), None
 
 
-class Unused(nn.Module):
-    """Does nothing with its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
+class Unused(nn.Linear):
+    """Does nothing with its parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
 
 def unused() -> Built:
-    return Unused(), torch.randn(2, 4), lambda y: y.sum(), None
+    return Unused(4, 4), torch.randn(2, 4), lambda y: y.sum(), None
 
 
 def wrong_targets() -> Built:

@@ -118,19 +118,15 @@ def test_the_gradient_of_an_argument(plan: Plan) -> None:
 def test_backward_has_no_constant_twice() -> None:
     """Of a constant that the model makes in forward, and a plan again in backward, one tensor waits for both."""
 
-    class Shifts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Shifts(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.linear(x) * torch.tensor([0.5, 1.5, 2.5, 617.0])).sin()
+            return (super().forward(x) * torch.tensor([0.5, 1.5, 2.5, 617.0])).sin()
 
     def make() -> tuple[Any, ...]:
-        return Shifts(), (torch.randn(8, 4),), lambda y: y.sum(), None
+        return Shifts(4, 4), (torch.randn(8, 4),), lambda y: y.sum(), None
 
     trace = recorded(build_of(make)).trace
-    planned = apply_plan(Shifts(), plan_of(trace, *recompute_all(Problem(trace))))
+    planned = apply_plan(Shifts(4, 4), plan_of(trace, *recompute_all(Problem(trace))))
     planned(torch.randn(8, 4)).sum().backward()
     real = (
         x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (4,) and x.device.type == "cpu"
@@ -151,19 +147,10 @@ def test_a_plan_for_another_model_is_refused_before_anything_ran(plan: Plan) -> 
     assert int(planned.norm.num_batches_tracked) == 0
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        return {"a": self.a(x), "b": self.b(x), "kind": "two", "ids": torch.arange(3)}
-
-
 def test_an_output_outside_the_plan_s_loss_can_be_read_but_not_differentiated() -> None:
     x = torch.randn(3, 4)
-    trace = recorded(build_of(lambda: (TwoHeads(), x, lambda out: out["a"].sum(), None))).trace
-    model = TwoHeads()
+    trace = recorded(build_of(lambda: (small_nets.TwoHeads(), x, lambda out: out["a"].sum(), None))).trace
+    model = small_nets.TwoHeads()
     planned = apply_plan(copy.deepcopy(model), plan_of(trace))
     out, want = planned(x), model(x)
     assert out["kind"] == "two"

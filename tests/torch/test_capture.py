@@ -165,15 +165,7 @@ def test_every_op_has_the_path_of_its_module() -> None:
 
 
 def test_only_outputs_that_the_loss_differentiates_take_part_in_backward() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"a": self.a(x), "b": self.b(x)}
-
-    p = program(Two(), torch.randn(2, 3), lambda out: out["b"].sum())
+    p = program(small_nets.TwoHeads(), torch.randn(2, 4), lambda out: out["b"].sum())
     assert p.captured.grad_outputs == (1,)
     grads = dict(zip(p.captured.parameters, p.captured.parameter_grads, strict=True))
     assert [n for n, g in grads.items() if g is None] == ["a.weight", "a.bias"]
@@ -216,7 +208,7 @@ def test_what_goes_wrong_around_the_model_is_explained(function: str, words: str
 
 
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
-    model = small_nets.Branching()
+    model = small_nets.Branching(4, 4)
     parameters = {n: id(p) for n, p in model.named_parameters()}
     with pytest.raises(CaptureError):
         capture(model, (torch.randn(2, 4),), {}, lambda y: {id(y)})
@@ -317,14 +309,6 @@ def test_an_optimizer_is_told_the_numbers_that_it_keeps(
 
 
 def test_torch_logs_no_traceback_of_what_is_explained(caplog: pytest.LogCaptureFixture) -> None:
-    class TooSmall(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return functional.avg_pool2d(self.conv(x), 5)
-
     with pytest.raises(CaptureError, match="too small"):
-        program(TooSmall(), torch.randn(1, 3, 4, 4))
+        program(nn.Sequential(nn.Conv2d(3, 3, 3), nn.AvgPool2d(5)), torch.randn(1, 3, 4, 4))
     assert not [r for r in caplog.records if r.levelname == "ERROR"]

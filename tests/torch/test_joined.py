@@ -16,13 +16,7 @@ from executor.fitting.gradient_errors import gradient_errors
 from executor.verifying import verify
 from simulator import Infeasible, plan
 from tests.torch.conftest import Measurer
-from tests.torch.test_tile import (
-    HEADS,
-    WORDS,
-    Net,
-    flat,
-    in_tiles,
-)
+from tests.torch.test_tile import HEADS, WORDS, Net, batch, flat, in_tiles
 from tracer import trace
 from tracer.recording import record_real
 from tracer.step.step import load_spec
@@ -57,13 +51,6 @@ class Trained(nn.Module):
         return self.loss(self.model(x), y)
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(1)
-    ids, targets = torch.randint(0, WORDS, (4, 15)), torch.randint(0, WORDS, (4, 15))
-    targets[0, :5] = 3
-    return ids, targets
-
-
 def joined(model: nn.Module, given: Any, loss: Callable[..., Any], **options: Any) -> Trace:
     of = trace(Trained(model, loss), given, **options)
     assert of.meta.stretches
@@ -79,7 +66,7 @@ def agree(model: nn.Module, planned: nn.Module, rtol: float = 2e-6) -> None:
 def test_gradients_are_those_of_the_untouched_step() -> None:
     torch.manual_seed(0)
     model, loss = apart(HEADS["tied"]())
-    x, y = batch()
+    x, y = batch().values()
     of = joined(model, (x, y), loss)
     planned = apply_plan(Trained(copy.deepcopy(model), loss), in_tiles(of, 4))
     for parts in (1, 3):  # of an accumulated step
@@ -107,13 +94,8 @@ def test_a_trace_of_model_and_loss_has_a_head() -> None:
     with pytest.raises(Infeasible):
         plan(trace(model, given, loss=loss, optimizer=optimizer), "50%", allow="fp")
     of = joined(model, given, loss, optimizer=optimizer)
-    assert set(of.ops.module[: of.meta.forward_ops]) == {
-        "",
-        "model",
-        "model.words",
-        "model.layer",
-        "model.head",
-    }
+    named = {"model", *(f"model.{part}" for part in ("words", "layer", "head"))}
+    assert set(of.ops.module[: of.meta.forward_ops]) == {"", *named}
     assert "model.head.weight" in of.storages.name
     with pytest.raises(Infeasible, match="With --allow fp the lever tile lowers"):
         plan(of, "50%")

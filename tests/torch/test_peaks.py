@@ -15,7 +15,6 @@ import pytest
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from executor.measuring import Job
 from simulator.core.problem import Problem
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
@@ -23,16 +22,6 @@ from tests.torch.steps import measured, random_actions, recompute_all, recorded
 from tracer.step.step import load_spec
 from traces.records.plan import Action, Plan
 from traces.records.trace import Trace
-
-STEPS = 3  # the third is steady
-
-
-def job(plan: Plan, path: Path, variant: str = "plan") -> Job:
-    plan.save(path)
-    return Job(
-        variant=variant, plan_path=str(path), model="", device="cpu",
-        memory_steps=STEPS, warmup=0, runs=1, steps=0,
-    )  # fmt: skip
 
 
 def real_trace(model: str, options: dict[str, Any]) -> Trace:
@@ -56,8 +45,7 @@ def check(
     errors = {}
     for name, actions in choices.items():
         predicted = problem.replay(actions).timeline.peak_allocated_bytes
-        peaks = measurer.peaks(job(Plan(meta=trace.meta, actions=actions), folder / "plan.json"))
-        errors[name] = predicted - max(peaks[2:])
+        errors[name] = predicted - measurer.steady_peak(Plan(meta=trace.meta, actions=actions), folder)
     assert errors == dict.fromkeys(choices, 0)
 
 
@@ -117,5 +105,5 @@ def test_the_peak_under_autocast_of_keep_all_and_of_eager(measurer: Measurer, tm
     trace = real_trace(small_nets.spec("tied"), {"amp": "bfloat16"})
     predicted = Problem(trace).saved.timeline.peak_allocated_bytes
     plan = Plan(meta=trace.meta)
-    peaks = {v: max(measurer.peaks(job(plan, tmp_path / "plan.json", v))[2:]) for v in ("eager", "keep_all")}
+    peaks = {v: measurer.steady_peak(plan, tmp_path, v) for v in ("eager", "keep_all")}
     assert peaks == dict.fromkeys(peaks, predicted)

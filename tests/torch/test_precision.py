@@ -153,16 +153,12 @@ def test_a_weight_used_twice_is_cast_once_in_the_graph_as_in_eager() -> None:
     assert grads.count((24, 24)) == 1
 
 
-class OwnAutocast(nn.Module):
+class OwnAutocast(small_nets.Tied):
     """Enters autocast in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = small_nets.Tied()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.inner(x)
+            y = super().forward(x)
         return y.float()
 
 

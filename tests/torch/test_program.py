@@ -90,15 +90,11 @@ def test_an_op_may_take_over_what_another_op_made() -> None:
 def test_what_may_not_be_taken_over(
     why: str, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-
+    class Weighted(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return function(x, self.weight)
 
-    p = program(Weighted(), torch.randn(4, 4))
+    p = program(Weighted(4, 4, bias=False), torch.randn(4, 4))
     assert not [r.name for r in p.rows if r.phase == FORWARD and r.overwrites >= 0], why
 
 
@@ -107,16 +103,12 @@ def _square(y: torch.Tensor) -> torch.Tensor:
 
 
 def test_outputs_and_tangents_are_never_taken_over() -> None:
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.linear(x).tanh()
+    class Steps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x).tanh()
             return y, y.exp()
 
-    p = program(Steps(), torch.randn(4, 6), lambda out: out[0].sum() + out[1].sum())
+    p = program(Steps(6, 6), torch.randn(4, 6), lambda out: out[0].sum() + out[1].sum())
     fixed = {*p.output_storages, *p.tangent_storages}
     assert not fixed & {r.overwrites for r in p.rows}
 
@@ -139,15 +131,11 @@ def test_the_memory_behind_a_loss(loss: Callable[..., torch.Tensor], reduction: 
     x, y = torch.randn(7, 5), torch.randn(7, 5)
     real = loss(x, y, reduction=reduction).untyped_storage().nbytes()
 
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 5)
-
+    class Inside(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return loss(self.linear(x), y, reduction=reduction)
+            return loss(super().forward(x), y, reduction=reduction)
 
-    p = program(Inside(), x)
+    p = program(Inside(5, 5), x)
     assert p.storages[p.output_storages[0]].nbytes == real
 
 

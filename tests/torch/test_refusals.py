@@ -92,17 +92,6 @@ def test_optimizers_that_run_the_model_themselves_are_refused() -> None:
     fit(model, (row(),), lambda y: y.sum(), None, budget="100%", say=str)
 
 
-class Lookup(nn.Module):
-    """A table without a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(9, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(x, self.table, sparse=True)
-
-
 class Checkpointed(nn.Module):
     """A batch norm that the model itself runs twice."""
 
@@ -210,7 +199,9 @@ REFUSED: dict[str, tuple[Any, Any, Any, str]] = {  # a model, a batch, a loss, a
     "scripted": (scripted, row, None, "TorchScript"),
     "asks for the compiler": (lambda: Asks(4, 4), row, None, rf"whether it is compiled \(.*{LINE}, in forward\)"),
     "prints": (lambda: Prints(4, 4), row, None, r"print\("),
-    "sparse gradient": (Lookup, words, None, "makes a tensor of the layout torch.sparse_coo"),
+    "sparse gradient": (
+        lambda: nn.Embedding(9, 4, sparse=True), words, None, "makes a tensor of the layout torch.sparse_coo",
+    ),
     "sparse buffer": (Graph, row, None, "its buffer adjacency has the layout torch.sparse_coo"),
     "sparse batch": (linear, lambda: torch.eye(4).to_sparse(), None, "the batch holds .* layout torch.sparse_coo"),
     "overwritten parameter": (
@@ -280,15 +271,10 @@ def test_a_sampler_trains_to_the_same_bits() -> None:
 def test_recurrent_layers_are_refused() -> None:
     """torch takes them apart without their dropout, or not at all; `fit(..., parts=True)` leaves them outside."""
 
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.LSTM(4, 3, 3, dropout=0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x)[0].mean()
-
-    assert "LSTM" in refused(Last, lambda: torch.randn(2, 2, 4), None)
+    said = refused(
+        lambda: nn.LSTM(4, 3, 3, dropout=0.5), lambda: torch.randn(2, 2, 4), lambda out: out[0].mean()
+    )
+    assert "LSTM" in said
 
 
 @pytest.mark.parametrize("create_graph", [True, False])
