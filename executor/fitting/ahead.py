@@ -92,9 +92,8 @@ def compiled_ahead(
                 with mode, here:
                     return plan(draft_of(step, captured, mode, build, target, device, {}))
 
-            with ThreadPoolExecutor(
-                1
-            ) as apart:  # from the modes in which torch compiles, which are a thread's own
+            # A thread has modes of its own, and not those in which torch compiles.
+            with ThreadPoolExecutor(1) as apart:
                 compiler.plan = apart.submit(planned).result()
             program, actions, graph.fit = fitted(graph, compiler.plan, lambda _: {})
             return program, actions
@@ -107,9 +106,8 @@ def compiled_ahead(
     if compiler.plan is None:
         raise CaptureError(NO_BACKWARD)
     if graph.of_many_sizes:
-        compiler.run = (
-            None  # dynamo's guards lack what AOTAutograd has found of the sizes since they were made
-        )
+        # Dynamo's guards lack what AOTAutograd has found of the sizes since they were made.
+        compiler.run = None
         return True
     call.compiled[0] = compiled
     compiler.compiled.append(graph)
