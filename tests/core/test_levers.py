@@ -212,6 +212,7 @@ def planned(of: Trace, budget_bytes: int, allow: str) -> Plan:
         budget_bytes,
         Levers(allow=allow),
         lambda p: plan_with("search", p, budget_bytes, SECONDS),
+        helps=True,
     )
 
 
@@ -280,7 +281,7 @@ def test_a_changed_step_that_contradicts_itself_is_not_planned(monkeypatch: pyte
     for make in (
         lambda: rewritten_problem(problem, [in_tiles(2)]),
         lambda: plan_with_levers(
-            problem, 800, Levers(allow="fp"), lambda step: plan_with("search", step, 800)
+            problem, 800, Levers(allow="fp"), lambda step: plan_with("search", step, 800), helps=True
         ),
     ):
         with pytest.raises(TraceError, match="negative time"):
@@ -312,7 +313,7 @@ def test_of_steps_of_the_same_kinds_the_first_that_has_a_plan_is_planned(
             raise Infeasible("", {"lowest_peak_bytes": 1})
         return Plan(meta=of.trace.meta, predicted={"plan": {"step_time_ns": 10_000 + 20}})
 
-    assert plan_with_levers(problem, 1, Levers(allow="fp"), make).rewrites[0].number == 4
+    assert plan_with_levers(problem, 1, Levers(allow="fp"), make, helps=True).rewrites[0].number == 4
     assert asked == [2, 1, 3]
 
 

@@ -111,7 +111,7 @@ def _time_ns(problem: Problem, budget: int, levers: Levers) -> int | None:
         return plan_with("search", step, budget, Limits(seconds=0.1))
 
     try:
-        plan = plan_with_levers(problem, budget, levers, make)
+        plan = plan_with_levers(problem, budget, levers, make, helps=True)
     except Infeasible:
         return None
     return int(plan.predicted["plan"]["step_time_ns"])

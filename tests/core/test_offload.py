@@ -215,7 +215,7 @@ def test_plans_lie_between_the_bound_and_the_plan_without_and_near_the_best_ther
         def make(p: Problem, budget: int = budget) -> Plan:
             return plan_with("search", p, budget, Limits(seconds=0.2))
 
-        with_it = plan_with_levers(problem, budget, HOST, make).predicted["plan"]["step_time_ns"]
+        with_it = plan_with_levers(problem, budget, HOST, make, helps=True).predicted["plan"]["step_time_ns"]
         assert with_it <= make(problem).predicted["plan"]["step_time_ns"]
         assert t.time_ns + lower_bound(problem, budget, HOST).added_time_ns <= with_it
         gaps.append((with_it - min(times)) / t.time_ns)

@@ -264,7 +264,7 @@ def test_masks_are_packed_by_default_where_their_bytes_cost_less_than_others() -
     best = changed_steps(problem, budget, Levers())[0]
     assert best.rewrites == tuple(rewrites)
     assert exactness_of(best.rewrites) == "exact"
-    plan = plan_with_levers(problem, budget, Levers(), lambda p: plan_with("search", p, budget))
+    plan = plan_with_levers(problem, budget, Levers(), lambda p: plan_with("search", p, budget), helps=True)
     assert plan.rewrites == tuple(rewrites)
     assert plan.predicted["plan"]["step_time_ns"] < t.time_ns + 10**5
     assert not [x for x in changed_steps(problem, budget, Levers(allow="fp", kinds=("tile",))) if x.rewrites]
@@ -278,6 +278,6 @@ def test_a_planner_that_changes_the_step_itself_is_asked_for_the_step_as_it_is()
     def make(p: Problem) -> Plan:
         return replace(plan_with("search", p, budget), rewrites=(own,))
 
-    assert plan_with_levers(problem, budget, Levers(), make).rewrites == (own,)
+    assert plan_with_levers(problem, budget, Levers(), make, helps=True).rewrites == (own,)
     with pytest.raises(SpecError, match="name no --levers"):
-        plan_with_levers(problem, budget, Levers(kinds=("bits",)), make)
+        plan_with_levers(problem, budget, Levers(kinds=("bits",)), make, helps=True)
