@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 from click.testing import CliRunner, Result
 
 from simulator.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def call(command: click.Command, *words: object) -> Result:
+    return CliRunner().invoke(command, [str(w) for w in words])
 
 
 def simulate(*words: object) -> Result:

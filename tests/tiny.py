@@ -1,9 +1,11 @@
-"""Build tiny traces by hand, so that a test can work out every byte in a comment."""
+"""Build tiny traces by hand, so that a test can work out every byte in a comment, and measurements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from traces.records.measurement import Measurement, RunFigures
 from traces.records.store import validate
 from traces.records.trace import (
     ACTIVATION,
@@ -151,6 +153,13 @@ def names(of: Trace, column: str, op: str) -> list[str]:
     """What an op reads or writes, or the ops that its inputs are of."""
     found = getattr(of.ops, column)[of.ops.name.index(op)]
     return [(of.ops if column == "inputs" else of.storages).name[k] for k in found]
+
+
+def measurement(run: RunFigures, **more: Any) -> Measurement:
+    """Of which every part took the same, but for what is said."""
+    runs = dict.fromkeys(("predicted", "measured", "keep_all_predicted", "keep_all", "eager"), run)
+    words = {"model": "m", "planner": "p", "fingerprint": "f", "device": "cpu", "provenance": "measured-cpu"}
+    return Measurement(**{**runs, **words, "options": {}, "budget_bytes": None, "environment": {}, **more})
 
 
 def chain(n: int, size: int = 4, time_ns: int = 1) -> Trace:

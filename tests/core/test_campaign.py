@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from executor.campaign import run
 from executor.campaign.page import answer
@@ -18,6 +17,7 @@ from executor.cli.main import execute
 from executor.measuring import JobResult
 from executor.plans import Settings
 from tests import tiny
+from tests.commands import call
 from traces.errors import LowtideError, OutOfMemoryProblem, SpecError, TraceError
 from traces.progress import silent
 from traces.records import store
@@ -128,10 +128,9 @@ class Machine:
         known.setdefault("eager", JobResult(figures=RunFigures(), environment={"times": str(len(self.done))}))
         predicted = int(plan.predicted["plan"]["peak_allocated_bytes"])
         found = RunFigures(peak_allocated_bytes=predicted + 4, step_time_ns=10)
-        return Measurement(
-            model="m", options={}, planner="p", budget_bytes=plan.budget_bytes, fingerprint="f", device=how.device,
-            provenance="measured-cpu", environment=known["eager"].environment, verified=self.equal, eager=found,
-            predicted=RunFigures(peak_allocated_bytes=predicted, step_time_ns=6), measured=found,
+        return tiny.measurement(
+            found, budget_bytes=plan.budget_bytes, device=how.device, environment=known["eager"].environment,
+            predicted=RunFigures(peak_allocated_bytes=predicted, step_time_ns=6), verified=self.equal,
             keep_all_predicted=RunFigures(step_time_ns=5), keep_all=RunFigures(step_time_ns=10),
             first_difference="" if self.equal else "step 1: loss differs",
         )  # fmt: skip
@@ -203,10 +202,6 @@ def test_a_stopped_campaign_keeps_what_it_measured(tmp_path: Path, machine: Mach
 # What is shown
 
 
-def call(*words: object) -> Result:
-    return CliRunner().invoke(execute, ["campaign", *map(str, words)])
-
-
 def test_errors_are_signed_and_a_slow_down_s_is_in_points(tmp_path: Path, machine: Machine) -> None:
     told = answer(go(tmp_path))
     of = {"bert-tiny save-all": "save-all", "bert-tiny 90% mu-two": "plan"}
@@ -227,7 +222,7 @@ def test_errors_are_signed_and_a_slow_down_s_is_in_points(tmp_path: Path, machin
 
 def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Path, machine: Machine) -> None:
     machine.equal = False
-    result = call(cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c", "--json", "-q")
+    result = call(execute, "campaign", cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c", "--json", "-q")
     assert result.exit_code == 1
     assert (
         "4 of 6 cases: verification failed; bert-tiny save-all: not equal to eager: step 1" in result.stderr
@@ -242,7 +237,8 @@ def test_the_page_says_what_the_records_do(tmp_path: Path, machine: Machine) -> 
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
     machine.fails = {"t5-tiny": LowtideError("<script>broken")}
-    told = call(cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c", "--report", tmp_path / "page.html")
+    words = (cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c", "--report", tmp_path / "page.html")
+    told = call(execute, "campaign", *words)
     assert told.exit_code == 2
     assert "bert-tiny save-all" in told.stdout
     assert "3 of 6 cases: failed; t5-tiny save-all: <script>broken" in told.stderr

@@ -13,7 +13,7 @@ from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem, run
 from simulator.core.schedule import build
 from tests.strategies import random_actions, traces_with_actions
-from tests.tiny import bwd, fwd, trace
+from tests.tiny import bwd, chain, fwd, trace
 from tests.walked import evaluate, state_of
 from traces.errors import PlanError
 from traces.records.plan import Action
@@ -64,13 +64,7 @@ def test_it_agrees_on_the_gallery(name: str) -> None:
 def test_a_long_plan_makes_the_arrays_grow() -> None:
     """Nothing shared, one long chain: the steps grow with the square of the ops, far beyond the first arrays."""
     n = 60
-    of = trace(
-        [fwd({"x0": 4}, "w")]
-        + [fwd({f"x{k}": 4}, f"x{k - 1}", "w") for k in range(1, n)]
-        + [bwd({f"g{n}": 4}, f"x{n - 1}")]
-        + [bwd({f"g{k}": 4}, f"g{k + 1}", f"x{k}") for k in range(n - 1, -1, -1)],
-        {"w": 4},
-    )
+    of = chain(n)
     actions = tuple(Action(storage=s, retain=False) for s in Problem(of).candidates)
     evaluator = Evaluator(Problem(of))
     check(of, evaluator, actions)

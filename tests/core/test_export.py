@@ -19,8 +19,9 @@ from simulator.history.export import AGAIN, perfetto_of, snapshot_of
 from simulator.history.snapshot import history_of, recording_of
 from simulator.prediction.ask import plan as planned
 from simulator.prediction.ask import simulate
+from tests import tiny
 from tests.core.test_history import chain
-from traces.records.measurement import Measurement, RunFigures
+from traces.records.measurement import RunFigures
 from traces.records.store import save
 
 
@@ -88,15 +89,7 @@ def test_files_and_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     save(chain().step.trace, "t")
     run = RunFigures(peak_allocated_bytes=12, step_time_ns=3, peaks_bytes=(11, 12))
-    runs = dict.fromkeys(("predicted", "measured", "keep_all_predicted", "keep_all", "eager"), run)
-    words = {
-        "model": "m",
-        "planner": "save-all",
-        "fingerprint": "f",
-        "device": "cpu",
-        "provenance": "measured-cpu",
-    }
-    Measurement(options={}, budget_bytes=None, environment={}, **words, **runs).save("m.json")
+    tiny.measurement(run).save("m.json")
     for asked in ("t --export s.pickle", "t --export p.json", "why s.pickle --report 1.html",
                   "diff t m.json --report 2.html", "diff t s.pickle --report 3.html"):  # fmt: skip
         said = CliRunner().invoke(main, [*asked.split(), "-q"])

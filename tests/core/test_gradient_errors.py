@@ -112,15 +112,7 @@ def test_the_command_takes_a_file_of_errors(tmp_path: Path) -> None:
     save(made, tmp_path / "trace")
     file = errors(made, "int8").save(tmp_path / "errors.json")
     assert GradientErrors.load(file) == errors(made, "int8")
-    words = [
-        str(tmp_path / "trace"),
-        "--budget",
-        "75%",
-        "--allow",
-        "approximate",
-        "--errors",
-        str(file),
-    ]
+    words = (tmp_path / "trace", "--budget", "75%", "--allow", "approximate", "--errors", file)
     done = simulate(*words, "--max-gradient-error", "0.01", "--json", "-q")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["plan"]

@@ -24,7 +24,7 @@ from simulator.prediction.ask import question
 from simulator.prediction.step import Prediction, predict
 from tests import tiny
 from tests.commands import simulate
-from tests.core.test_recording import Program, halves_and_whole, write
+from tests.core.test_recording import Program, block, event, halves_and_whole, write
 from traces.errors import LowtideError, TraceError
 from traces.records import store
 from traces.records.plan import Action, Plan
@@ -39,14 +39,6 @@ STATE = [
     {"filename": "/x/torch/optim/adamw.py", "line": 1, "name": "_init_group"},
     {"filename": "/home/me/train.py", "line": 95, "name": "step"},
 ]
-
-
-def event(action: str, address: int, size: int, frames: Any = None, **more: Any) -> dict[str, Any]:
-    return {"action": action, "addr": address, "size": size, "stream": 0, "frames": frames or [], **more}
-
-
-def block(address: int, size: int, requested: int, state: str = "active_allocated") -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": requested, "state": state}
 
 
 def segment(address: int, *blocks: dict[str, Any], grows: bool = False) -> dict[str, Any]:

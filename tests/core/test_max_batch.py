@@ -10,17 +10,17 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.reserved import reserved_peak
-from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.studies.max_batch import MaxBatch, max_batch
 from simulator.studies.tracing import Traced, between
 from tests import tiny
+from tests.commands import simulate
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError
 from traces.progress import Say
@@ -226,12 +226,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return seen
 
 
-def simulated(*words: object) -> Result:
-    return CliRunner().invoke(main, list(map(str, words)), prog_name="simulate")
-
-
 def command(*words: object) -> Result:
-    return simulated("max-batch", *words)
+    return simulate("max-batch", *words)
 
 
 def test_the_command(traced: list[tuple[str, ...]], tmp_path: Path) -> None:
@@ -271,7 +267,7 @@ def test_the_capacity_of_two_gpus(traced: list[tuple[str, ...]], tmp_path: Path)
     """What `max-batch` says of each, and beside that what was asked of each; the page has a field for each."""
     asked = ("m", "--gpus", "rtx-4090,a100-40", "--batch-sizes", "8,3000,6000,50000", "--planner", "mu-two")
     page, out = tmp_path / "page.html", tmp_path / "out"
-    result = simulated("capacity", *asked, "-o", out, "--report", page, "--json")
+    result = simulate("capacity", *asked, "-o", out, "--report", page, "--json")
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     assert [device["device_memory"]["device"] for device in said["devices"]] == ["RTX-4090", "A100-40"]
@@ -305,7 +301,7 @@ def test_the_capacity_of_several_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
     asking = ("capacity", "m", "--gpus", "a100-40", "--ranks", "2,64", "--batch-sizes", "8,100")
     words = (*asking, "-o", tmp_path / "out")
     page = tmp_path / "page.html"
-    result = simulated(*words, "--seq-len", "64", "--report", page, "--json")
+    result = simulate(*words, "--seq-len", "64", "--report", page, "--json")
     assert result.exit_code == 0, result.output
     for ranks, device in zip((2, 64), json.loads(result.stdout)["devices"], strict=True):
         n, room = device["without_plan"]["batch_size"], device["device_memory"]["usable_bytes"]
@@ -315,9 +311,9 @@ def test_the_capacity_of_several_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert all(word in page.read_text("utf-8") for word in ("64 x A100-40", "execute rehearse --shard"))
     assert {"--seq-len", "A100-40", "fsdp2"} <= set(asked[0])
     times = len(asked)
-    assert "64 x A100-40" in simulated(*words, "--seq-len", "64").stdout
+    assert "64 x A100-40" in simulate(*words, "--seq-len", "64").stdout
     assert len(asked) == times
-    assert "batch 8 could not be rehearsed: why." in simulated(*words, "--image-size", "8").output
+    assert "batch 8 could not be rehearsed: why." in simulate(*words, "--image-size", "8").output
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from executor.cli.main import execute
+from tests import tiny
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, NAME, REHEARSED, alloc_conf, provenance_of
 from traces.records.measurement import Measurement, RunFigures
 
@@ -19,16 +20,9 @@ GPU, ABSENT_GPU = {"gpu": "NVIDIA H200"}, {"gpu": f"H200{ABSENT}"}
 
 
 def measurement(**more: Any) -> Measurement:
-    given: dict[str, Any] = {
-        "provenance": REHEARSED,
-        "environment": ABSENT_GPU,
-        "measured": MEMORY,
-        "keep_all": MEMORY,
-    }
-    return Measurement(
-        model="m", options={}, planner="p", budget_bytes=9, fingerprint="f", device="cuda",
-        predicted=TIMED, keep_all_predicted=TIMED, eager=MEMORY, **{**given, **more},
-    )  # fmt: skip
+    given: dict[str, Any] = dict.fromkeys(("measured", "keep_all", "eager"), MEMORY)
+    given |= {"device": "cuda", "provenance": REHEARSED, "environment": ABSENT_GPU}
+    return tiny.measurement(TIMED, **(given | more))
 
 
 def test_a_rehearsal_is_known_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from tests.tiny import bwd, fwd, opt
 from tracer.cli.main import trace
-from traces.records.measurement import Measurement, RunFigures
+from traces.records.measurement import RunFigures
 from traces.records.plan import SAVE, Action, Plan
 from traces.records.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS
 from traces.records.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace, TraceMeta
@@ -118,15 +118,6 @@ def test_flags_phases_and_categories_are_documented() -> None:
     assert {*CATEGORIES} <= quoted(section(FORMATS, "`storages.parquet`: one row a storage"))
 
 
-def measurement() -> Measurement:
-    run = RunFigures(peak_allocated_bytes=2, step_time_ns=3)
-    runs = dict.fromkeys(("predicted", "measured", "keep_all_predicted", "keep_all", "eager"), run)
-    words = {"model": "m", "planner": "keep-all", "fingerprint": "f", "device": "cpu"}
-    return Measurement(
-        options={}, budget_bytes=None, provenance="measured-cpu", environment={}, **words, **runs
-    )
-
-
 def keys_of(title: str) -> set[str]:
     """The keys that stand under a heading."""
 
@@ -138,7 +129,7 @@ def keys_of(title: str) -> set[str]:
         data = Plan(meta=small_trace().meta, actions=actions).to_json()
         return {*data} | {k for a in data["actions"] for k in a}
     if title == "A measurement":
-        return {*measurement().to_json()} | named(RunFigures)
+        return {*tiny.measurement(RunFigures(step_time_ns=3)).to_json()} | named(RunFigures)
     if title == "A sweep":
         return named(SweepRow) | {*Sweep(model="m", options={}, target="").to_json()}
     return named(Result, Case) | {*Book(name="n", method=Method(), asked=0).to_json()}

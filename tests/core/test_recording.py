@@ -41,6 +41,14 @@ def test_real_recordings_replay_to_the_byte(name: str) -> None:
 # Snapshots --------------------------------------------------------------------------------------------------------
 
 
+def event(action: str, address: int, size: int, frames: Any = None, **more: Any) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "stream": 0, "frames": frames or [], **more}
+
+
+def block(address: int, size: int, requested: int, state: str = "active_allocated") -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": requested, "state": state}
+
+
 class Program:
     """A program whose allocator keeps a history, as torch's does, from `record()` on."""
 
@@ -59,15 +67,7 @@ class Program:
         self.events.clear()
 
     def note(self, action: str, address: int, size: int) -> None:
-        event = {
-            "action": action,
-            "addr": address,
-            "size": size,
-            "stream": 0,
-            "frames": [],
-            "pool_id": (0, 0),
-        }
-        self.events.append(event)
+        self.events.append(event(action, address, size, pool_id=(0, 0)))
 
     def malloc(self, size: int) -> None:
         seen = len(self.allocator.segment_events)
@@ -105,17 +105,11 @@ class Program:
 
 def segment(head: Block) -> dict[str, Any]:
     """A segment in a snapshot, from its first block."""
-    blocks, block = [], head
-    while block is not None:
-        state = "inactive" if block.usable else "active_allocated"
-        row = {
-            "address": block.address,
-            "size": block.size,
-            "requested_size": block.requested,
-            "state": state,
-        }
-        blocks.append(row)
-        block = block.next
+    blocks, at = [], head
+    while at is not None:
+        state = "inactive" if at.usable else "active_allocated"
+        blocks.append(block(at.address, at.size, at.requested, state))
+        at = at.next
     return {
         "device": 0,
         "address": head.address,

@@ -296,24 +296,16 @@ def test_a_column_that_no_row_knows_is_left_out() -> None:
 
 def measurement(trace: Trace, **more: object) -> Measurement:
     values: dict[str, object] = {
-        "model": trace.meta.model,
-        "options": {},
-        "planner": "by hand",
         "budget_bytes": 2 * GIB,
         "fingerprint": trace.meta.fingerprint,
-        "device": "cpu",
-        "provenance": "measured-cpu",
         "environment": {"torch": HOSTILE},
         "predicted": figures(1.5),
         "measured": figures(1.6, peaks_bytes=(5, 6), times_ns=(7, 8)),
-        "keep_all_predicted": figures(2.0),
-        "keep_all": figures(2.0),
-        "eager": figures(2.0),
         "verified": True,
         "max_abs_difference": {"loss": 0.0},
         "steps": 10,
     }
-    return Measurement(**(values | more))  # type: ignore[arg-type]
+    return tiny.measurement(figures(2.0), **(values | more))
 
 
 def test_a_measurement_shows_signed_errors(tmp_path: Path, reporting: None) -> None:

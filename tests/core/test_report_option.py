@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 
 import executor.matching as matching
 import executor.plans as plans
@@ -19,16 +18,12 @@ import executor.report as report
 from executor.cli.main import execute
 from simulator.cli.main import main as simulate
 from tests import tiny
-from traces.records.measurement import Measurement, RunFigures
+from tests.commands import call
+from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = "none-there"
-FIGURES = RunFigures(peak_allocated_bytes=2, step_time_ns=3)
-
-
-def call(command: Any, *words: object) -> Result:
-    return CliRunner().invoke(command, [str(w) for w in words])
 
 
 def reporting(command: click.Command) -> Iterator[click.Command]:
@@ -81,18 +76,15 @@ def test_what_was_measured_is_printed_though_the_page_fails(
 ) -> None:
     pytest.importorskip("altair")
     plan = Plan(meta=tiny.chain(2).meta)
-    measured = Measurement(
-        model="m", options={}, planner="p", budget_bytes=None, fingerprint="f", device="cpu",
-        provenance="measured-cpu", environment={}, predicted=FIGURES, measured=FIGURES,
-        keep_all_predicted=FIGURES, keep_all=FIGURES, eager=FIGURES,
-    )  # fmt: skip
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "page.html")
 
     plan.save(tmp_path / "plan.json")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plans, "measure_plan", lambda *_: measured)
+    monkeypatch.setattr(
+        plans, "measure_plan", lambda *_: tiny.measurement(RunFigures(peak_allocated_bytes=2))
+    )
     monkeypatch.setattr(matching, "trace_of", lambda *_: tiny.chain(2))
     monkeypatch.setattr(report, "write_measurement", full)
     result = call(execute, "run", "plan.json", "--json", "--report", tmp_path / "page.html")

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from executor.cli.main import execute
 from executor.rehearsed.budget import RECORD
 from executor.rehearsed.record import STEP
+from tests.commands import call
 from tests.rehearsal.test_rehearsal import script
 from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.run import rehearse
@@ -45,20 +46,8 @@ for step in range(6):
 
 
 def plan_for(program: str, budget: str, *words: str) -> Result:
-    given = [
-        "rehearse",
-        program,
-        "--gpu",
-        "h100",
-        "--iterations",
-        "3",
-        "--budget",
-        budget,
-        "--json",
-        "-q",
-        *words,
-    ]
-    return CliRunner().invoke(execute, given)
+    given = ("rehearse", program, "--gpu", "h100", "--iterations", 3, "--budget", budget, "--json", "-q")
+    return call(execute, *given, *words)
 
 
 def answer_of(done: Result) -> dict[str, Any]:
@@ -166,9 +155,7 @@ def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
     for words in (["--ranks", "1,2"], ["--iterations", "2"], ["--plan", program]):
         done = plan_for(program, "80%", *words)
         assert (done.exit_code, "--budget plans for one rank" in done.output) == (2, True)
-    done = CliRunner().invoke(
-        execute, ["rehearse", program, "--gpu", "h100", "-o", str(tmp_path / "plan.json")]
-    )
+    done = call(execute, "rehearse", program, "--gpu", "h100", "-o", tmp_path / "plan.json")
     assert "which --budget makes" in done.output
 
 

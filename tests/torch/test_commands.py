@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import executor.plans as plans
 import tracer.api
@@ -23,7 +23,7 @@ from executor.measuring import Job, JobResult, perform, run_job
 from simulator.cli.main import main as simulate
 from simulator.core.problem import Problem
 from tests import tiny
-from tests.commands import ROOT, python
+from tests.commands import ROOT, call, python
 from tests.torch import small_nets
 from tests.torch.steps import recompute_all, recorded
 from tracer.cli.main import trace
@@ -35,10 +35,6 @@ from traces.records.plan import Action, Plan
 
 MLP = small_nets.spec("mlp")
 FIGURES = {"peak_allocated_bytes": 1, "peak_reserved_bytes": None, "step_time_ns": 1}
-
-
-def call(command: Any, *words: object) -> Result:
-    return CliRunner().invoke(command, [str(w) for w in words])
 
 
 def refused(result: Result, *words: str, code: int = 2) -> None:
