@@ -12,6 +12,7 @@ from simulator.prediction import ask as api
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tests.bench.rehearsed import rehearsed as run
 from tests.commands import python
+from tests.rehearsal.test_rehearsal import STEP
 from tracer import trace
 from tracer.rehearsal.record import Rehearsal
 from traces.errors import SpecError
@@ -91,23 +92,12 @@ def build():
 """
 
 
-OWN = """
-import torch
-from torch import nn, randn
-from torch.nn import functional as F
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
-    def forward(self, x):
-        return self.b(F.gelu(self.a(x)))
-
+OWN = f"""{STEP.replace("relu", "gelu")}
 def build():
     model = Net()
     batch = (torch.randn(512, 1024), torch.randn(512, 1024))
     optimizer = torch.optim.AdamW(model.parameters())
-    return {"model": model, "batch": batch, "optimizer": optimizer, "loss": F.mse_loss}
+    return {{"model": model, "batch": batch, "optimizer": optimizer, "loss": F.mse_loss}}
 """
 
 

@@ -21,7 +21,7 @@ from executor.verifying import _difference, _train, verify
 from simulator.core.problem import Problem
 from tests.torch import small_nets
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded
-from tests.torch.test_training_in_hand import batch
+from tests.torch.test_training_in_hand import batch, twins
 from tracer.capture.passes import dropout as dropout_module
 from tracer.record import program as program_module
 from tracer.step.step import load_spec
@@ -38,12 +38,6 @@ def plan() -> Plan:
     actions = random_actions(trace, random.Random(5))
     assert actions
     return plan_of(trace, *actions)
-
-
-def twins() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model = small_nets.Residual()
-    return model, copy.deepcopy(model)
 
 
 def same(a: nn.Module, b: nn.Module) -> None:

@@ -15,46 +15,26 @@ from torch import nn
 from torch.nn import functional
 
 from executor import apply_plan, remove_plan, unplanned
-from simulator.core.problem import Problem
-from tests.torch.small_nets import Residual, spec
-from tests.torch.steps import build_of, plan_of, recompute_all, recorded
-from tracer.step.step import load_spec
+from tests.torch.small_nets import Residual
+from tests.torch.test_training_in_hand import batch, planned_for, same_training
+from tests.torch.test_training_in_hand import residual as net
 from traces.errors import CaptureError, PlanError
 from traces.records.plan import Plan
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    trace = recorded(load_spec(spec("residual"))).trace
-    return plan_of(trace, *recompute_all(Problem(trace)))
-
-
-def net() -> Residual:
-    torch.manual_seed(0)
-    return Residual()
-
-
-def train(model: Callable[..., Any], inner: nn.Module) -> list[torch.Tensor]:
-    """Three steps; returns the losses, then all parameters and buffers."""
-    torch.manual_seed(5)
-    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
-    out = []
-    for k in range(3):
-        g = torch.Generator().manual_seed(k)
-        x, y = torch.randn(4, 3, 16, 16, generator=g), torch.randint(5, (4,), generator=g)
-        loss = functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        out.append(loss.detach())
-    return [*out, *inner.state_dict().values()]
+    return planned_for(net, batch(), functional.cross_entropy)
 
 
 def as_eager(model: Callable[..., Any], planned: nn.Module, eager: nn.Module | None = None) -> None:
     """Trained through `model`, the planned module does what the untouched net does, and by its plan."""
-    eager = eager or net()
-    for a, b in zip(train(eager, eager), train(model, planned), strict=True):
-        assert torch.equal(a, b)
+
+    def step(m: nn.Module, k: int) -> torch.Tensor:
+        x, y = batch(seed=k)
+        return functional.cross_entropy((model if m is planned else m)(x), y)
+
+    same_training(eager or net(), planned, step=step)
     assert len(planned._lowtide.compiler.compiled) == 1
 
 
@@ -63,22 +43,18 @@ def doubled(self: Residual, x: torch.Tensor) -> torch.Tensor:
     return 2 * Residual.forward(self, x)
 
 
-def plan_of_doubled() -> Plan:
-    def make() -> Any:
-        model = net()
-        model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
-        batch = torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
-        return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
+def doubled_net() -> nn.Module:
+    model = net()
+    model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
+    return model
 
-    trace = recorded(build_of(make)).trace
-    return plan_of(trace, *recompute_all(Problem(trace)))
+
+def plan_of_doubled() -> Plan:
+    return planned_for(doubled_net, batch(), functional.cross_entropy)
 
 
 def test_a_forward_of_the_instance_that_was_there_before_is_what_is_captured() -> None:
-    eager, model = net(), net()
-    for m in (eager, model):
-        m.forward = types.MethodType(doubled, m)  # type: ignore[method-assign]
-    planned = apply_plan(model, plan_of_doubled())
+    eager, planned = doubled_net(), apply_plan(doubled_net(), plan_of_doubled())
     x = torch.randn(4, 3, 16, 16)
     planned.eval(), eager.eval()
     assert torch.equal(planned(x), eager(x))
@@ -88,10 +64,8 @@ def test_a_forward_of_the_instance_that_was_there_before_is_what_is_captured() -
 
 
 def test_a_plan_of_the_class_s_forward_is_not_for_another(plan: Plan) -> None:
-    model = net()
-    model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
     with pytest.raises(PlanError):
-        train(apply_plan(model, plan), model)
+        apply_plan(doubled_net(), plan)(batch()[0])
 
 
 def test_one_that_wraps_it_is_no_part_of_the_capture(plan: Plan) -> None:
@@ -122,20 +96,20 @@ def test_one_that_replaces_it_is_found_at_the_first_training_call(plan: Plan) ->
     with pytest.raises(
         PlanError, match=r"got another forward \(.*doubled\).*without the plan; apply the plan after"
     ):
-        train(planned, planned)
+        planned(batch()[0])
     planned = apply_plan(net(), plan)
     planned.forward = types.MethodType(doubled, planned)  # type: ignore[method-assign]
     del planned.forward
     with pytest.raises(PlanError, match="apply the plan again"):
-        train(planned, planned)
+        planned(batch()[0])
 
 
 def test_one_that_replaces_it_between_steps_is_found_too(plan: Plan) -> None:
     planned = apply_plan(net(), plan)
-    train(planned, planned)
+    as_eager(planned, planned)
     planned.forward = types.MethodType(Residual.forward, planned)  # type: ignore[method-assign]
     with pytest.raises(PlanError, match="without the plan"):
-        train(planned, planned)
+        planned(batch()[0])
 
 
 def test_unwrapping_a_planned_forward_leads_to_no_other(plan: Plan) -> None:
@@ -158,9 +132,7 @@ def test_a_wrapper_of_the_planned_forward_outlives_the_plan(plan: Plan) -> None:
 
 
 def test_copies_and_pickles_have_the_instance_s_forward() -> None:
-    model = net()
-    model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
-    planned = apply_plan(model, plan_of_doubled())
+    planned = apply_plan(doubled_net(), plan_of_doubled())
     x = torch.randn(4, 3, 16, 16)
     other = copy.deepcopy(planned).eval()
     assert torch.equal(other(x), 2 * net().eval()(x))
