@@ -46,10 +46,10 @@ def test_each_module_is_one_sentence(path: Path) -> None:
 
 # Lines, and the most that there may be. These numbers only go down: who deletes lowers them.
 MOST_LINES = {
-    "product": (30_810, ("traces", "simulator", "tracer", "executor"), ".py"),
-    "tests": (29_040, ("tests",), ".py"),
+    "product": (30_775, ("traces", "simulator", "tracer", "executor"), ".py"),
+    "tests": (28_905, ("tests",), ".py"),
     "C": (1_410, ("tracer", "executor"), (".c", ".h")),
-    "manuals": (878, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
+    "manuals": (877, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),
 }
 
 
