@@ -64,9 +64,8 @@ class Limits:
     seconds: float = 5.0
     seed: int = 0
     until: float = math.inf  # of `now`: no later than that, however many seconds are left
-    enough_ns: int = (
-        0  # a plan whose step takes no longer will do, a refusal is not explained; 0: the best plan
-    )
+    # A plan whose step takes no longer will do, and a refusal is not explained; 0: the best plan.
+    enough_ns: int = 0
 
     def started(self) -> Limits:
         """Return the same for all plans together, which take no more than `seconds` from now on, or `until` then."""

@@ -6,20 +6,14 @@ import re
 from pathlib import Path
 
 from tests.commands import python
-from tests.core.test_readme import (
-    FORMATS,
-    README,
-    blocks,
-    measurement,
-    quoted,
-    rows,
-    section,
-)
+from tests.core.test_readme import FORMATS, README, blocks, quoted, rows, section
+from tests.tiny import measurement
+from traces.records.measurement import RunFigures
 
 
 def test_every_key_of_executes_json_is_documented() -> None:
     told = quoted(section(FORMATS, "What the commands print with --json"))
-    assert {*measurement().to_json(), "plan", "within_budget"} <= told | {
+    assert {*measurement(RunFigures()).to_json(), "plan", "within_budget"} <= told | {
         *rows(section(FORMATS, "A measurement"))
     }
 

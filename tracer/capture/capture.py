@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from tracer.capture.attention import ATTENTION, attend
 from tracer.capture.captured import At, Captured
-from tracer.capture.compiling import by_dynamo, calling, compile_joint, differentiable, kind_of, output_values
+from tracer.capture.compiling import by_dynamo, calling, compile_joint, kind_of, output_values
 from tracer.capture.joint import ARGUMENT, BUFFER, HELD, PARAMETER, Input, joint_of
 from tracer.capture.refusals import check_capturable, check_graph, in_words
 from tracer.precision.cast_cache import kernels
@@ -77,14 +77,12 @@ class Call:
         flat, spec = pytree.tree_flatten(self.returned)
         place = {id(self.outputs[k]): made.outputs[p] for k, p in made.returned.items()}
         leaves = (_based(made.captured, place.get(id(x), x), id(x) in self.wanted) for x in flat)
-        differentiated = (
-            n for n, k in differentiable(self.module).items() if id(self.outputs[k]) in self.wanted
-        )
+        tensors = (x for x in self.outputs if isinstance(x, torch.Tensor))
         return replace(
             made.captured,
             output_spec=spec,
             output_template=tuple(leaves),
-            differentiated=tuple(differentiated),
+            differentiated=tuple(n for n, x in enumerate(tensors) if id(x) in self.wanted),
             target=target,
         )
 
