@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -100,7 +100,7 @@ def fake_conversions() -> Iterator[None]:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(before or is_fake())
     try:
-        with _swapping():
+        with _swapping() if is_fake() else nullcontext():
             yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
@@ -108,7 +108,8 @@ def fake_conversions() -> Iterator[None]:
 
 def _swapping() -> AbstractContextManager[None]:
     """Let torch swap tensors to which there are weak references: a mode has some to its own, and loses nothing."""
-    return replaced(torch.utils, weakref=SimpleNamespace(getweakrefs=lambda _: []))
+    none = {**vars(torch.utils.weakref), "getweakrefs": lambda _: []}
+    return replaced(torch.utils, weakref=SimpleNamespace(**none))
 
 
 def make_fake(model: nn.Module, mode: Any) -> None:
