@@ -24,7 +24,7 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import ask as simulator
 from tracer.api import GPU_UNKNOWN
-from tracer.capture.compiling import SETTINGS, differentiable
+from tracer.capture.compiling import SETTINGS, by_dynamo, differentiable
 from tracer.costs.cost import costs_of
 from tracer.record.program import Program
 from tracer.record.rows import created_bytes
@@ -98,7 +98,7 @@ class Compiler:
     Attributes:
         plan, budget: one of them is given; see `lowtide`. The budget is also for graphs that the plan is not for.
         sketch: makes the sketch of the call that is being compiled, for messages.
-        static: the graphs are of the sizes of one call each.
+        static: the graphs are of the sizes of one call each, as are those of a step that a plan changes.
         around_bytes: of the budget, what exists beside the graph throughout: the optimizer's states.
         say, warn: told of plans that are made, and of graphs without the plan.
         compiled: the graphs so far that run by a plan.
@@ -151,6 +151,11 @@ class Compiler:
             self.compiled.append(graph)
         return run
 
+    def runner(self) -> Callable[..., Any]:
+        """Return what calls forwards by what is compiled of them here, as `by_dynamo` does."""
+        fixed = self.static or (self.plan is not None and self.plan.rewrites)
+        return by_dynamo(self, dynamic=False if fixed else None, whole=not self.parts)
+
     def steps(self) -> int:
         """How often graphs ran by a plan."""
         return sum(graph.steps for graph in self.compiled)
@@ -192,8 +197,7 @@ class Compiler:
 
     def _replan(self, module: fx.GraphModule, examples: Sequence[Any], why: str) -> tuple[Graph, Any, str]:
         """Plan this graph alone. LowtideError: it is not to be, or there is no plan."""
-        wanted = self.plan is not None and (self.parts or self.on_mismatch == REPLAN)
-        if not wanted:
+        if self.plan is None or not (self.parts or self.on_mismatch == REPLAN):
             raise PlanError(why)
         try:
             made = compile_graph(module, examples, self._within)

@@ -14,7 +14,6 @@ from executor.backend import Compiler
 from executor.graphs.graph import Graph, compile_graph
 from executor.graphs.match import fitted
 from tracer.capture.capture import NO_BACKWARD, called
-from tracer.capture.compiling import by_dynamo
 from tracer.capture.refusals import check_step, in_words
 from tracer.record.assemble import Draft
 from tracer.record.program import Program
@@ -42,7 +41,6 @@ def compiled_ahead(
     target: Device,
     where: torch.device,
     plan: Callable[[Draft], Plan],
-    dynamic: bool | None,
 ) -> bool:
     """Plan a step and compile it, in one capture. The first call in training finds it compiled.
 
@@ -51,7 +49,6 @@ def compiled_ahead(
         model, batch, loss, build: the step, and what makes it on fake tensors.
         target, where: the device, its entry in the table and torch's.
         plan: makes the plan of the step as it is recorded.
-        dynamic: as `by_dynamo` has it.
 
     Returns:
         False: forward changes what outlives the call (a counter, a list), and a call that runs nothing would too, so
@@ -63,7 +60,7 @@ def compiled_ahead(
     device = str(where)
 
     def run(backend: Callable[..., Any]) -> Callable[..., Any]:
-        compiler.first, compiler.run = backend, by_dynamo(compiler, dynamic=dynamic)
+        compiler.first, compiler.run = backend, compiler.runner()
         return compiler.run
 
     with fake_mode() as mode, in_words(model):

@@ -158,11 +158,10 @@ def plan_step(
         say(f"planned after {time.monotonic() - began:.1f} s: {found}")
         return found
 
-    made = Compiler(on_mismatch=on_mismatch, say=lambda _: None)
-    # A changed step is for the sizes of one call.
-    dynamic = None if levers is not None and not tuple(levers) else False
+    may_change = levers is None or bool(tuple(levers))
+    made = Compiler(on_mismatch=on_mismatch, static=may_change, say=lambda _: None)
     with left_as_found():
-        if not compiled_ahead(made, model, batch, loss, build, target, where, plan, dynamic):
+        if not compiled_ahead(made, model, batch, loss, build, target, where, plan):
             made.plan = plan(trace_step(build, target, device=str(where)))
     assert made.plan is not None
     made.around_bytes = state_bytes(made.plan.meta.optimizer, model)

@@ -24,8 +24,8 @@ from torch.autograd import forward_ad
 from executor.backend import ERROR, Compiler, ManySizes
 from executor.graphs.match import HINT, describe
 from executor.training.wrapped import DATA_PARALLEL, inside
-from tracer.capture.compiling import by_dynamo, calling
-from tracer.capture.refusals import check_capturable, from_dynamo, raised_by_user, refusal
+from tracer.capture.compiling import calling
+from tracer.capture.refusals import check_capturable, in_words, raised_by_user
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.record.sketch import names_digest, sketch
@@ -218,7 +218,9 @@ class Planned:
         if not trains(module) or is_fake() or torch.jit.is_tracing():
             return forward(*args, **kwargs)
         self._reshard(not self.off)
-        if self.off or not _differentiates(module, args, kwargs):
+        given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        tensors = itertools.chain(module.parameters(), module.buffers(), given)
+        if self.off or not any(x.requires_grad for x in tensors):  # as of a frozen teacher
             self._count(UNPLANNED if self.off else NO_GRADIENT)
             return forward(*args, **kwargs)
         if self.first is not None:
@@ -252,19 +254,13 @@ class Planned:
         return self._compiled(forward, args, kwargs)
 
     def _compiled(self, forward: Any, args: Any, kwargs: Any) -> Any:
-        compiler, whole = self.compiler, not self.compiler.parts
+        compiler, whole, hint = self.compiler, not self.compiler.parts, f", plan its parts (parts=True){HINT}"
         compiler.sketch, compiler.warn = self._sketch, self._warn
-        if compiler.run is None:
-            dynamic = False if compiler.static or (compiler.plan and compiler.plan.rewrites) else None
-            compiler.run = by_dynamo(compiler, dynamic=dynamic, whole=whole)
+        compiler.run = compiler.run or compiler.runner()
         self.call, by, without = (args, kwargs), compiler.steps(), compiler.without.total()
         try:
-            with calling(self.module, kwargs, whole=whole):
+            with in_words(self.module, hint, runs=True), calling(self.module, kwargs, whole=whole):
                 made = compiler.run(forward, args, kwargs)
-        except Exception as error:
-            if from_dynamo(error):
-                raise refusal(self.module, error, f", plan its parts (parts=True){HINT}") from error
-            raise
         finally:
             self.call = (), {}
         if compiler.steps() == by and compiler.without.total() == without:
@@ -310,27 +306,16 @@ class Planned:
         self.without[why if len(self.without) < MOST_REASONS else "further reasons"] += 1
 
     def _warn(self, what: str) -> None:
-        """Say of a refusal what is done instead."""
-        warnings.warn(f"a training call runs {what.replace(HINT, '.')}", stacklevel=_callers_level())
+        """Say of a refusal what is done instead, as a warning of the line that called the model."""
+        level, frame, own = 1, sys._getframe(), ("torch", "executor", "tracer")
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in own:
+            level, frame = level + 1, frame.f_back
+        warnings.warn(f"a training call runs {what.replace(HINT, '.')}", stacklevel=level)
 
 
 def trains(module: nn.Module) -> bool:
     """True if a call of this module now is one that a plan is for."""
     return module.training and torch.is_grad_enabled()
-
-
-def _differentiates(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Return whether a call has something to differentiate: a frozen teacher's has not."""
-    given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-    return any(x.requires_grad for x in itertools.chain(module.parameters(), module.buffers(), given))
-
-
-def _callers_level() -> int:
-    """The `stacklevel` at which `_warn` warns of the line that called the model."""
-    level, frame, own = 1, sys._getframe(1), ("torch", "executor", "tracer")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in own:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def apply_plan(

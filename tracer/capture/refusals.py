@@ -20,6 +20,12 @@ from traces.errors import CaptureError, LowtideError, OptimizerError
 
 BATCH_NORM: Final = nn.functional.batch_norm
 DYNAMO: Final = "torch._dynamo"  # whose own errors are no causes
+# How torch.compile says in other errors that it failed: what a weak proxy of the model leads to; a TorchDispatchMode
+# around the call.
+FAILED: Final = (
+    "Guard failed on the same frame",
+    "torch.compile with fullgraph=True found no compiled frames",
+)
 ASKS: Final = {"is_compiling", "is_dynamo_compiling"}  # of torch.compiler
 
 
@@ -85,12 +91,18 @@ def check_step(step: TrainingStep) -> None:
 
 
 @contextlib.contextmanager
-def in_words(model: nn.Module) -> Iterator[None]:
-    """Errors of a capture in the body name the user's line."""
+def in_words(model: nn.Module, hint: str = ".", *, runs: bool = False) -> Iterator[None]:
+    """Errors of a capture in the body name the user's line. `hint`: as `refusal` has it; `runs`: what was captured runs
+    there, too, and what that raises stays as it is.
+    """
     try:
         yield
     except Exception as error:
-        raise (refusal(model, error) if from_dynamo(error) else explain(error, model)) from error
+        if type(error).__module__.startswith(DYNAMO) or str(error).startswith(FAILED):
+            raise refusal(model, error, hint) from error
+        if runs or isinstance(error, LowtideError):
+            raise
+        raise explain(error, type(model).__name__) from error
 
 
 def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError:
@@ -117,13 +129,6 @@ def refusal(model: nn.Module, error: Exception, hint: str = ".") -> LowtideError
     )
 
 
-def from_dynamo(error: Exception) -> bool:
-    """Return whether torch.compile itself failed, and not the code that it ran."""
-    # What a weak proxy of the model leads to; a TorchDispatchMode around the call.
-    told = ("Guard failed on the same frame", "torch.compile with fullgraph=True found no compiled frames")
-    return type(error).__module__.startswith(DYNAMO) or str(error).startswith(told)
-
-
 def raised_by_user(error: LowtideError) -> bool:
     """Return whether the user's own code raised while it was captured, and will do so if it is run."""
     return any(told in str(error) for told in ("found no exception handler", "run FX node with fake tensors"))
@@ -141,7 +146,9 @@ def check_graph(module: fx.GraphModule) -> None:
                 "out."
             )
     for n in module.graph.nodes:
-        where = _line(n)
+        frames = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', n.meta.get("stack_trace") or "")
+        stack = [traceback.FrameSummary(f, int(k), name, line=line) for f, k, name, line in frames]
+        where = user_line(traceback.StackSummary.from_list(stack))
         if n.meta.get("unbacked_bindings"):
             op = getattr(n.target, "__name__", n.target)
             what = f"what {op} gives has a shape that depends on data, or is a number of them"
@@ -157,10 +164,3 @@ def check_graph(module: fx.GraphModule) -> None:
                     "once. Leave the model's own checkpointing out (in torchvision: memory_efficient=False); a plan "
                     "takes its place."
                 )
-
-
-def _line(n: fx.Node) -> str:
-    """The user's line of a node of dynamo's graph."""
-    frames = re.findall(r'File "(.*)", line (\d+), in (.*)\n +(.*)', n.meta.get("stack_trace") or "")
-    stack = [traceback.FrameSummary(f, int(k), name, line=line) for f, k, name, line in frames]
-    return user_line(traceback.StackSummary.from_list(stack))

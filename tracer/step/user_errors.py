@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
 
 from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException, replaced
 from traces.errors import CaptureError, LowtideError, OutOfMemoryProblem, SpecError, is_out_of_memory
@@ -62,7 +61,7 @@ def explained(name: str) -> Iterator[None]:
     except LowtideError:
         raise
     except Exception as error:
-        raise _memory(error, name) or _in_words(error, name) from error
+        raise _memory(error, name) or explain(error, name) from error
 
 
 @contextlib.contextmanager
@@ -103,13 +102,8 @@ def without_torch_log() -> Iterator[None]:
         yield
 
 
-def explain(error: BaseException, model: nn.Module) -> BaseException:
-    """A CaptureError that names the op and the line of the user's code; foreign errors keep their text, and Lowtide's
-    own stay as they are."""
-    return error if isinstance(error, LowtideError) else _in_words(error, type(model).__name__)
-
-
-def _in_words(error: BaseException, name: str) -> CaptureError:
+def explain(error: BaseException, name: str) -> CaptureError:
+    """A CaptureError that names the op and the line of the user's code; foreign errors keep their text."""
     line = blame(error)
     ragged = "shape_env must not be None" in str(error)  # a nested tensor's rows have lengths that are data
     if is_data_dependent(error) or ragged or isinstance(error, DynamicOutputShapeException):
