@@ -70,27 +70,22 @@ def measure_plan(
 
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
 
-    def if_it_fits(variant: str) -> JobResult:
-        """Return what is beside the plan: often a plan is made because that does not fit."""
-        try:
-            return job(variant)
-        except OutOfMemoryProblem as error:
-            warnings.append(f"{TOLD[variant]} ran out of memory: {error}")
-            return JobResult(figures=RunFigures(), environment={})
-
     provenance, results = provenance_of(settings.device), {} if known is None else known
     wanted = [v for v in (EAGER, KEEP_ALL) if v not in results]
     if settings.steps and provenance != REHEARSED:  # where nothing is computed
         wanted.insert(0, VERIFY)
     for variant in counted([*wanted, PLAN], TOLD.__getitem__, progress):
-        if variant != PLAN:
-            results[variant] = if_it_fits(variant)
-            continue
+        beside = variant == PLAN and results[KEEP_ALL].figures.peak_allocated_bytes is not None
         try:
-            of_plan = job(PLAN, beside=results[KEEP_ALL].figures.peak_allocated_bytes is not None)
-        except OutOfMemoryProblem:  # maybe save-all's step fits in a process of its own alone
-            of_plan = job(PLAN)
-    done = results.pop(VERIFY, None)  # of this plan alone
+            results[variant] = job(variant, beside=beside)
+        except OutOfMemoryProblem as error:
+            if variant == PLAN:  # maybe save-all's step fits in a process of its own alone
+                results[PLAN] = job(PLAN)
+                continue
+            # Often a plan is made because that does not fit.
+            warnings.append(f"{TOLD[variant]} ran out of memory: {error}")
+            results[variant] = JobResult(figures=RunFigures(), environment={})
+    of_plan, done = results.pop(PLAN), results.pop(VERIFY, None)  # of this plan alone
     verification = done and done.verification
     environment = of_plan.environment
     told = other_threads(plan.meta, environment)

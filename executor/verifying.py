@@ -8,17 +8,16 @@ step of the optimizer is of all parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from executor.fitting.gradient_errors import Random, deterministic, relative_error
 from executor.training.module import apply_plan
 from tracer.precision.policy import scaler_tensors
-from tracer.step.loop import TrainingStep, run_step
+from tracer.step.loop import run_step
 from tracer.step.step import BuildStep
 from tracer.torch_api import pytree
 from traces.progress import counted
@@ -39,9 +38,13 @@ SCALER = "scaler_state"  # one more kind, where the step has a gradient scaler
 class _Side:
     """One of the two training runs, with a random stream of its own."""
 
-    def __init__(self, step: TrainingStep, model: Callable[..., Any], device: str) -> None:
-        self.step, self.model, self.device = step, model, device
-        self.rng = Random.now(device)
+    def __init__(self, build: BuildStep, plan: Plan | None, device: str) -> None:
+        """By its plan, or (None) untouched."""
+        step = self.step = build(device)
+        if plan is None:
+            self.step = replace(step, loop=replace(step.loop, release_gradients=False))
+        self.model = step.model if plan is None else apply_plan(step.model, plan)
+        self.device, self.rng = device, Random.now(device)
         self.taken: dict[str, torch.Tensor] = {}  # gradients of a loop that frees them
         for name, p in step.model.named_parameters() if step.loop.release_gradients else ():
             if p.requires_grad:
@@ -159,7 +162,7 @@ def _compare(
     """Train two models side by side, each by its plan or (None) untouched, and compare. Kernels without a deterministic
     form are allowed only where the step needs one: where they are, torch's attention on a GPU does not choose its own.
     """
-    a, b = _side(build, first, device), _side(build, second, device)
+    a, b = _Side(build, first, device), _Side(build, second, device)
     b.rng = a.rng
     try:
         with deterministic(warn_only):
@@ -170,15 +173,6 @@ def _compare(
         note = VARYING if "CUBLAS_WORKSPACE_CONFIG" in str(error) else ""
     del a, b
     return _noted(_compare(build, first, second, device, steps, warn_only=True), note)
-
-
-def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
-    step = build(device)
-    if plan is None:
-        side = _Side(step, step.model, device)
-        side.step = replace(step, loop=replace(step.loop, release_gradients=False))
-        return side
-    return _Side(step, apply_plan(step.model, plan), device)
 
 
 def _train(a: _Side, b: _Side, steps: int) -> Verification:

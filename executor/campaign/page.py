@@ -49,7 +49,6 @@ def _pairs(r: Result) -> dict[str, tuple[Any, Any]]:
 
 def aggregates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The errors by figure: their mean, the median of their sizes, the lowest and the highest."""
-    groups = {figure: [r["error"] for r in rows if r["figure"] == figure] for figure in FIGURES}
     return [
         {
             "figure": figure,
@@ -59,8 +58,8 @@ def aggregates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "worst_under": min((e for e in errors if e < 0), default=None),
             "worst_over": max((e for e in errors if e > 0), default=None),
         }
-        for figure, errors in groups.items()
-        if errors
+        for figure in FIGURES
+        if (errors := [r["error"] for r in rows if r["figure"] == figure])
     ]
 
 

@@ -19,6 +19,9 @@ from simulator.core.limits import parse_budget
 from simulator.planners import DEFAULT, REGISTRY
 from simulator.prediction import ask as api
 from simulator.studies.tracing import workers
+from tracer.api import trace
+from tracer.step.loop_options import AROUND_OPTIONS
+from tracer.step.named.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
 from tracer.step.step import check_device
 from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
 from traces.files import Form, JsonRecord, canonical_json, from_json, to_json
@@ -71,9 +74,6 @@ def load_cases(name: str) -> tuple[Method, tuple[Case, ...]]:
     """Read, check and multiply out a cases file: its path, or the name of one that comes with Lowtide (`cpu`, `gpu`,
     `gpu-quick`). Raises SpecError if there is none, it is no TOML, or a key or value means nothing; says which case.
     """
-    from tracer.step.loop_options import AROUND_OPTIONS
-    from tracer.step.named.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
-
     path = Path(name) if Path(name).is_file() else PACKAGED / f"{name.removesuffix('.toml')}.toml"
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
@@ -89,7 +89,7 @@ def load_cases(name: str) -> tuple[Method, tuple[Case, ...]]:
         for number, table in enumerate(data["case"], 1):
             place = f"{path}, case {number}"
             for case in _multiplied(_keys(table, known), path.resolve().parent):
-                cases.setdefault(canonical_json(to_json(case)), case)  # the same question is asked once
+                cases.setdefault(_name(case), case)  # the same question is asked once
     except (LowtideError, ValueError) as error:  # broken TOML is one
         raise SpecError(f"{place}: {error}") from None
     return method, tuple(cases.values())
@@ -159,11 +159,8 @@ class Book(JsonRecord):
 
 def record(*, case: dict[str, Any], method: dict[str, Any], path: str) -> dict[str, Any]:
     """Save the trace of a case's step, measured on the device, for a fresh process. Raises LowtideError as `trace`."""
-    from tracer.api import trace
-
     how = {"rounds": method["rounds"], "warmup": method["trace_warmup"], "seed": method["seed"]}
-    made = trace(case["model"], device=method["device"], **how, **case["options"])
-    store.save(made, path, force=True)
+    store.save(trace(case["model"], device=method["device"], **how, **case["options"]), path, force=True)
     return {}
 
 
@@ -249,15 +246,13 @@ def _result(
             run_fresh("executor.campaign.run:record", given, what="recorded the step")
         next(stages)
         made = api.plan(trace, None if case.budget == NONE else case.budget, planner=case.planner)
-        how = {k: getattr(method, k) for k in ("device", "memory_steps", "warmup", "runs")}
-        settings = Settings(steps=method.verify_steps, **how)
+        settings = from_json(Settings, {**to_json(method), "steps": method.verify_steps})
         next(stages)
         m = measure_plan(made, made.save(plan), settings, say, known)
     except LowtideError as error:
         kinds = {BudgetError: INFEASIBLE, OutOfMemoryProblem: OUT_OF_MEMORY, LowtideError: FAILED}
         status = next(status for kind, status in kinds.items() if isinstance(error, kind))
         return Result(case=case, status=status, message=str(error))
-    if m.verified is False:
-        why = f"not equal to eager: {m.first_difference}"
-        return Result(case=case, status=NOT_EQUAL, message=why, measurement=m)
-    return Result(case=case, status=ABSENT if m.provenance == REHEARSED else DONE, measurement=m)
+    why = f"not equal to eager: {m.first_difference}" * (m.verified is False)
+    status = NOT_EQUAL if why else ABSENT if m.provenance == REHEARSED else DONE
+    return Result(case=case, status=status, message=why, measurement=m)

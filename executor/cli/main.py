@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from executor.cli.rehearse import rehearse
+from executor.matching import check_kind, check_trusted, trace_of
 from simulator.cli.options import DASK
 from traces import commands
 from traces.commands import Grouped, Output, OutputFile, echo, output_options, stdout_free
 from traces.errors import BudgetError, LowtideError, VerificationError
+from traces.files import write_text
 from traces.provenance import refuse_page
+from traces.records.plan import Plan
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
-    from executor.plans import Settings
+    from executor.measuring import Settings
 
 
 def _settings(steps: int, verify: bool, **given: Any) -> Settings:
-    from executor.plans import Settings
+    from executor.measuring import Settings
 
     return Settings(steps=steps if verify else 0, **given)
 
@@ -93,9 +96,6 @@ def run_plan(
     """
     if out.report is not None:
         refuse_page()
-    from executor.matching import check_trusted
-    from traces.records.plan import Plan
-
     given = Plan.load(plan)
     check_trusted(plan, given.meta.model, settings.model, trust)
     from executor.plans import measure_plan
@@ -109,7 +109,6 @@ def run_plan(
         lambda: in_words(measurement),
     )
     if out.report is not None:
-        from executor.matching import trace_of
         from executor.report import write_measurement
 
         if trace_name is None and given.meta.mode == "real":
@@ -141,9 +140,6 @@ def run_plan(
 def export(plan: Path, model: str, trust: bool, output: Path | None, out: Output) -> None:
     """Write PLAN as selective checkpointing, predict its peak, and list the settings of every n-th layer."""
     from executor.exports import exports
-    from executor.matching import check_trusted
-    from traces.files import write_text
-    from traces.records.plan import Plan
 
     given = Plan.load(plan)
     check_trusted(plan, given.meta.model, model, trust)
@@ -179,7 +175,6 @@ def errors(
 ) -> None:
     """Measure how much approximate formats change the gradient of one step on its batch, for `simulate --errors`."""
     from executor.fitting.gradient_errors import LOSSY, gradient_errors
-    from executor.matching import check_kind, check_trusted
     from tracer.step.step import check_device, load_spec
     from traces.records.store import load
 
