@@ -37,9 +37,8 @@ class Device:
     kind: str  # "cuda" or "cpu"
     memory_bytes: int  # all of it; a process gets less
     bandwidth_bytes_per_s: int
-    flops_per_s: dict[
-        str, int
-    ]  # dtype (as torch names it, or "tf32") -> dense peak; others are as fast as float32
+    # By dtype, as torch names it, or "tf32": the dense peak; others are as fast as float32.
+    flops_per_s: dict[str, int]
     source: str
     launch_ns: int = LAUNCH_NS  # least time between the starts of two dependent kernels
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU

@@ -6,7 +6,6 @@ verification failed); 2 means that the input or the environment is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 # How torch, the CUDA libraries and Python say that memory ran out.
@@ -68,18 +67,12 @@ class VerificationError(LowtideError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or one behind it, says that memory ran out."""
-    return any(
-        isinstance(e, MemoryError)
-        or type(e).__name__ == "OutOfMemoryError"
-        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in SIGNS))
-        for e in _chain(error)
-    )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     here: BaseException | None = error
     while here is not None and id(here) not in seen:
+        said = isinstance(here, RuntimeError) and any(sign in str(here) for sign in SIGNS)
+        if said or isinstance(here, MemoryError) or type(here).__name__ == "OutOfMemoryError":
+            return True
         seen.add(id(here))
-        yield here
         here = here.__cause__ or here.__context__
+    return False

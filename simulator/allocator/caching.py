@@ -356,10 +356,7 @@ class Allocator:
                 block = block.next
             if room >= size:
                 return start
-        return self._new_range(pool, size, stream)
-
-    def _new_range(self, pool: Pool, size: int, stream: int) -> Block:
-        """An expandable range without any pages yet, as one unmapped block."""
+        # As one unmapped block, without any pages yet.
         page = self._page(pool)
         length = -(-max(self.range_bytes, size) // page) * page
         fresh = Block(self._place(length, stream, True), length, stream, pool)

@@ -134,20 +134,15 @@ def phases_of(trace: Trace, schedule: Schedule) -> tuple[str, ...]:
     return (FORWARD,) * first + tuple(BACKWARD if again else trace.ops.phase[op] for op, again in later)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The requests of one run of an op, whenever it runs."""
-
-    asks: tuple[int, ...]  # bytes of a new block; ~k: the k-th of them is given back
-    made: tuple[tuple[int, int], ...]  # outputs in order: storage and block; TAKEN: what was its input's
-    gives_back: bool  # the block that it takes over first of all, since no output is as large
-
-
 TAKEN: Final = -1
 
 
-def asked_by(problem: Problem, op: int, taken: int) -> Asked:
-    """Return what an op asks if it takes over the memory of that storage, or of none (-1)."""
+def asked_by(problem: Problem, op: int, taken: int) -> tuple[list[int], list[tuple[int, int]], bool]:
+    """Return what an op asks, whenever it runs, if it takes over the memory of that storage, or of none (-1).
+
+    That is: bytes of a new block (~k: the k-th of them is given back); its outputs in order, storage and block (TAKEN:
+    what was its input's); whether it first of all gives back what it takes over, since no output is as large.
+    """
     nbytes = problem.trace.storages.nbytes
     wanted = [s for s in problem.creates[op] if nbytes[s]]
     events = list(problem.trace.ops.events[op])
@@ -160,12 +155,9 @@ def asked_by(problem: Problem, op: int, taken: int) -> Asked:
             if positions := that_stay(events).get(nbytes[heir]):
                 del events[positions[0]]
     asks: list[int] = []
-    made = replayed(nbytes, events, wanted, asks)
-    return Asked(
-        asks=tuple(asks),
-        made=(*([] if heir is None else [(heir, TAKEN)]), *made.items()),
-        gives_back=taken >= 0 and heir is None,
-    )
+    made = [] if heir is None else [(heir, TAKEN)]
+    made += replayed(nbytes, events, wanted, asks).items()
+    return asks, made, taken >= 0 and heir is None
 
 
 class Recorder:
@@ -204,14 +196,6 @@ class Recorder:
         self.once += ((len(self.blocks), n) for n in self.state)
         self.state = ()
 
-    def ask_for_workspaces(self, op: int, again: bool) -> None:
-        """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun."""
-        sizes = self.workspaces.pop(op, []) if not again else []
-        if again and self.problem.asks_again[op]:
-            first = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
-            sizes += self.workspaces.pop(first, [])
-        self.once += ((len(self.blocks), n) for n in sizes)
-
     def step(self, schedule: Schedule, step: int) -> None:
         op, nbytes = schedule.op[step], self.trace.storages.nbytes
         frees = [s for s in schedule.frees[step] if nbytes[s]]
@@ -222,18 +206,24 @@ class Recorder:
             self.begin_optimizer()
         taken = schedule.takes[step]
         passes = taken if taken >= 0 and nbytes[taken] else -1
-        asked = self.problem.once(("asked", op, passes), lambda p: asked_by(p, op, passes))
+        asks, made, back = self.problem.once(("asked", op, passes), lambda p: asked_by(p, op, passes))
         taken_over = self.there[passes].pop(0) if passes >= 0 else -1
-        if asked.gives_back:
+        if back:
             self.free(taken_over)
         first = self.count
-        for n in asked.asks:
+        for n in asks:
             if n > 0:
                 self.allocate(n)
             else:
                 self.free(first + ~n)
-        self.ask_for_workspaces(op, schedule.recompute[step] and step >= schedule.forward_steps)
-        for s, block in asked.made:
+        # A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun.
+        again = schedule.recompute[step] and step >= schedule.forward_steps
+        sizes = self.workspaces.pop(op, []) if not again else []
+        if again and self.problem.asks_again[op]:
+            later = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
+            sizes += self.workspaces.pop(later, [])
+        self.once += ((len(self.blocks), n) for n in sizes)
+        for s, block in made:
             block = taken_over if block == TAKEN else first + block
             if s in schedule.binds[step]:
                 self.there.setdefault(s, []).append(block)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 
 from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, Facts, transfer_ns
 from simulator.core.schedule import Schedule, build
@@ -62,10 +62,8 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
     """Replay a schedule; the result has one entry a step."""
     trace = facts.trace
     ops, nbytes = trace.ops, trace.storages.nbytes
-    live = trace.resident_bytes
-    now = 0
-    waits = stalls(trace, schedule)
-    start, duration, peaks, after = [], [], [], []
+    live, waits = trace.resident_bytes, stalls(trace, schedule)
+    duration, peaks, after = [], [], []
     for step, i in enumerate(schedule.op):
         taken = nbytes[schedule.takes[step]] if schedule.takes[step] >= 0 else 0
         peaks.append(live + facts.transient_bytes[i] - taken)
@@ -74,15 +72,12 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
         for s in schedule.frees[step]:
             live -= nbytes[s]
         after.append(live)
-        start.append(now)
-        time_ns = 0 if schedule.recompute[step] and facts.is_view[i] else ops.time_ns[i]
-        time_ns += waits.get(step, 0)
-        duration.append(time_ns)
-        now += time_ns
+        own_ns = 0 if schedule.recompute[step] and facts.is_view[i] else ops.time_ns[i]
+        duration.append(own_ns + waits.get(step, 0))
     return Timeline(
         op=schedule.op,
         recompute=schedule.recompute,
-        start_ns=tuple(start),
+        start_ns=tuple(accumulate(duration, initial=0))[:-1],
         duration_ns=tuple(duration),
         peak_bytes=tuple(peaks),
         live_bytes=tuple(after),

@@ -255,20 +255,17 @@ class _Building:
 
     def schedule(self) -> Schedule:
         """The steps, with what each frees and takes over."""
-        frees = self._frees()
+        frees, over = self._frees(), self.trace.ops.overwrites
+        each = zip(self.op, frees, self.binds, strict=True)
         return Schedule(
             op=tuple(self.op),
             recompute=tuple(self.recompute),
             binds=tuple(self.binds),
             frees=tuple(tuple(sorted(f)) for f in frees),
-            takes=tuple(self._taken(step, i, frees[step]) for step, i in enumerate(self.op)),
+            # What ends there is written into, instead of memory of the op's own.
+            takes=tuple(over[i] if over[i] in gone and over[i] not in made else -1 for i, gone, made in each),
             forward_steps=self.forward_steps,
         )
-
-    def _taken(self, step: int, i: int, frees: Sequence[int]) -> int:
-        """The storage that step's op i writes into instead of memory of its own, because it ends there; -1."""
-        s = self.trace.ops.overwrites[i]
-        return s if s >= 0 and s in frees and s not in self.binds[step] else -1
 
     def _frees(self) -> Sequence[Sequence[int]]:
         """Storages by the step after which an instance of theirs is freed: its last reader, or the end of its hold."""

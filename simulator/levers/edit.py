@@ -24,7 +24,6 @@ from traces.records.trace import (
     Ops,
     Storages,
     Trace,
-    TraceMeta,
     eager_runs,
     fingerprint,
     uses_of,
@@ -311,7 +310,7 @@ class Editing:
         held = ("name", "nbytes", "category", "dtype", "shape")
         of_values: dict[str, Any] = {column: tuple(map(attrgetter(column), self.values)) for column in held}
         found = uses_of(ops, len(self.values))
-        uses: dict[str, Any] = {
+        of_values |= {
             column: tuple(
                 # A library's workspace is used by ops that do not read it.
                 new if v.producer is not None else now(self.op[v.uses[k]] if v.uses[k] >= 0 else None)
@@ -323,20 +322,14 @@ class Editing:
             **of_values,
             producer=tuple(now(v.producer) for v in self.values),
             hold=tuple(end if v.hold and v.hold is returned else now(v.hold) for v in self.values),
-            **uses,
         )
         which: tuple[dict[str, bool], ...] = ({}, {"eager": False}, {"sizes": False, "eager": False})
-        told = ("",) * 3 if draft else (fingerprint(ops, storages, **w) for w in which)
-        made = replace(self.source, meta=self._meta(ops, *told), ops=ops, storages=storages)
-        return made if draft else validate(made)
-
-    def _meta(self, ops: Ops, whole: str, graph: str, structure: str) -> TraceMeta:
-        meta = self.source.meta
-        backward = self._moved(meta.first_backward_graph_op)
+        whole, graph, structure = ("" if draft else fingerprint(ops, storages, **w) for w in which)
+        backward = self._moved(self.source.meta.first_backward_graph_op)
         later = [i for i in range(backward, len(ops)) if not ops.flags[i] & EAGER]
-        return replace(
-            meta,
-            forward_ops=self._moved(meta.forward_ops),
+        meta = replace(
+            self.source.meta,
+            forward_ops=end + 1,
             first_backward_graph_op=backward,
             within_backward=eager_runs(ops.flags, later),
             fingerprint=whole,
@@ -346,6 +339,8 @@ class Editing:
             rates=self.rates,
             untouched_peak_bytes=0,
         )
+        made = replace(self.source, meta=meta, ops=ops, storages=storages)
+        return made if draft else validate(made)
 
     def _moved(self, old: int) -> int:
         """Where what stood behind so many ops of the trace stands now."""

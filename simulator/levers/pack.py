@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -178,9 +178,8 @@ def activation_of(
     copied = copied and ops.target[made_by] == "aten.clone.default" and backwards == readers
     of = [i for i in range(made_by, len(ops)) if ops.inputs[i] == ops.inputs[made_by]] if copied else readers
     forwards = [i for i in of if ops.target[i] in pairs]
-    if (len(forwards), len(backwards)) != (1, 1) or ops.target[backwards[0]] != pairs[
-        ops.target[forwards[0]]
-    ]:
+    wanted = [pairs[ops.target[i]] for i in forwards]
+    if len(wanted) != 1 or [ops.target[i] for i in backwards] != wanted:
         return "backward reads it for something else than one activation"
     f, b = forwards[0], backwards[0]
     if not (ops.arguments[f] and ops.arguments[b]):
@@ -219,7 +218,12 @@ class Packing:
         editing.insert(unpack, backward[0])
         # Backward's ops that take views of forward take the same views of what was unpacked.
         instead, behind = {self.made_by: unpack}, unpack
-        for op in _views_taken(forward, backward):
+        taken, views = {x for op in backward for x in op.inputs}, list[Op]()
+        for op in reversed(forward):
+            if op.flags & VIEW and op in taken:
+                views.append(op)
+                taken.update(op.inputs)  # those that it is a view of
+        for op in reversed(views):
             view = replace(op, name=f"{op.name}_unpacked", phase=BACKWARD)
             editing.insert(view, behind, after=True)
             instead[op] = behind = view
@@ -274,13 +278,3 @@ class Packing:
             return [self.made_by]
         first = op.reads.index(self.value) < op.reads.index(others[0])
         return [instead, self.made_by] if first else [self.made_by, instead]
-
-
-def _views_taken(forward: Sequence[Op], backward: Sequence[Op]) -> list[Op]:
-    """The views among forward's ops that backward's take, with those that they are views of; in order."""
-    taken, views = {x for op in backward for x in op.inputs}, []
-    for op in reversed(forward):
-        if op.flags & VIEW and op in taken:
-            views.append(op)
-            taken.update(op.inputs)
-    return views[::-1]

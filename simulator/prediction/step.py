@@ -165,10 +165,8 @@ def untouched_peak_bytes(c: Prediction) -> int:
     Counts: that autograd's own code lets no op take over its input's memory. Ignores: what else eager code holds
     longer, and on a CPU that its dropout masks are as wide as what they mask.
     """
-    counted = c.trace.meta.untouched_peak_bytes
-    if counted:
-        return counted
-    return max(run.timeline.peak_allocated_bytes for run in (untaken(c), c.saved))
+    told = c.trace.meta.untouched_peak_bytes
+    return told or max(run.timeline.peak_allocated_bytes for run in (untaken(c), c.saved))
 
 
 def untaken(c: Prediction) -> Replay:

@@ -70,15 +70,6 @@ def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]
     return {name: value for name, value in colours.items() if name in there}
 
 
-def _across(value: float, label: str, y: Any, hue: str, dash: Sequence[int], under: bool) -> list[Any]:
-    """A dashed line across at a value, with its name above or under it."""
-    base = drawn("y:Q label:N", [(value, label)])
-    side, dy = ("top", 4) if under else ("bottom", -3)
-    look = {"align": "right", "baseline": side, "dx": -4, "dy": dy, "color": hue}
-    line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(y)
-    return [line, base.mark_text(**look).encode(y, text="label:N", x=needed("altair").value("width"))]
-
-
 # Bars
 
 
@@ -256,9 +247,15 @@ def memory_over_step(
     scale = alt.Scale(domain=[0, max(1, *highest) / unit * 1.2], nice=False)
     y = alt.Y("y:Q").title(f"allocated, {unit_name}").scale(scale)
     marks = [*_phases(trace, run, x), *_areas(trace, run, x, y, unit)]
-    for name, nbytes in known.items():  # whose names must not run into each other
+    # Dashed lines, whose names must not run into each other: the highest has its name above it.
+    for name, nbytes in known.items():
         under = nbytes < max(known.values())
-        marks += _across(nbytes / unit, f"{name} {nbytes / unit:,.2f} {unit_name}", y, *LEVELS[name], under)
+        hue, dash = LEVELS[name]
+        base = drawn("y:Q label:N", [(nbytes / unit, f"{name} {nbytes / unit:,.2f} {unit_name}")])
+        side, dy = ("top", 4) if under else ("bottom", -3)
+        look = {"align": "right", "baseline": side, "dx": -4, "dy": dy, "color": hue}
+        marks.append(base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(y))
+        marks.append(base.mark_text(**look).encode(y, text="label:N", x=alt.value("width")))
     if other:
         at = thin([n for _, n in other], [t for t, _ in other])
         line = drawn("ms:Q y:Q", [(other[k][0] / 1e6, other[k][1] / unit) for k in at])

@@ -15,6 +15,10 @@ from traces.records.plan import Plan
 from traces.records.store import load
 
 COLOURS = {"save-all": charts.BLUE, "plan": charts.RED}
+BREAKDOWN = (
+    "What is allocated at the predicted peak, without checkpointing (save-all) and with it (plan), by batch size. The "
+    "parts sum to the peak."
+)
 
 
 def write_sweep(path: str | Path, sweep: Sweep, root: Path) -> Path:
@@ -23,12 +27,22 @@ def write_sweep(path: str | Path, sweep: Sweep, root: Path) -> Path:
     """
     source = f" Predicted times are for the target {sweep.target}." if sweep.target else ""
     note = Text(f"Every figure on this page is predicted; nothing was run.{source}", "note")
+    parts = {
+        f"{r.batch_size}, {way}": part
+        for r in sweep.rows
+        for way, part in (("save-all", r.breakdown_baseline), ("plan", r.breakdown_plan))
+        if part
+    }
+    row = max(sweep.rows, key=lambda r: r.batch_size)  # with its plan's actions
+    trace = load(root / row.trace_path)
+    plan = Plan.load(root / row.plan_path) if row.plan_path else Plan(meta=trace.meta)
+    static = Text(f"At batch size {row.batch_size}.", "note"), *activation_blocks(Problem(trace), plan)
     sections = [
         Section("Summary", (note, *warned(sweep.warnings), sweep.table())),
         Section("Peak memory and iteration latency against batch size", _against_batch(sweep)),
-        Section("Peak memory breakdown", (_breakdown(sweep),)),
+        Section("Peak memory breakdown", (Chart(charts.peak_by_category(parts), BREAKDOWN),)),
         Section("Computation and memory statistics", (_statistics(sweep),)),
-        Section("Static analysis of activations", _activations(sweep, root)),
+        Section("Static analysis of activations", static),
     ]
     options = ", ".join(f"{k} {v}" for k, v in sorted(sweep.options.items()) if v not in (None, ""))
     batches = ", ".join(dict.fromkeys(str(r.batch_size) for r in sweep.rows))
@@ -53,20 +67,6 @@ def _against_batch(sweep: Sweep) -> tuple[Block, ...]:
     return Chart(peaks, text, "Peak memory"), Chart(times, "", "Iteration latency")
 
 
-def _breakdown(sweep: Sweep) -> Chart:
-    parts = {
-        f"{r.batch_size}, {way}": part
-        for r in sweep.rows
-        for way, part in (("save-all", r.breakdown_baseline), ("plan", r.breakdown_plan))
-        if part
-    }
-    text = (
-        "What is allocated at the predicted peak, without checkpointing (save-all) and with it (plan), by batch size. "
-        "The parts sum to the peak."
-    )
-    return Chart(charts.peak_by_category(parts), text)
-
-
 def _statistics(sweep: Sweep) -> Table:
     return table(
         sweep.rows,
@@ -81,11 +81,3 @@ def _statistics(sweep: Sweep) -> Table:
         caption="One training step, forward, backward and optimizer; floating-point operations are those with "
         "everything saved.",
     )
-
-
-def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
-    """The analysis of the largest batch, with its plan's actions."""
-    row = max(sweep.rows, key=lambda r: r.batch_size)
-    trace = load(root / row.trace_path)
-    plan = Plan.load(root / row.plan_path) if row.plan_path else Plan(meta=trace.meta)
-    return Text(f"At batch size {row.batch_size}.", "note"), *activation_blocks(Problem(trace), plan)
