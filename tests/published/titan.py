@@ -2,6 +2,7 @@
 
 TITAN=FOLDER torchrun tests/published/titan.py --job.config_file ...: FOLDER is a checkout of torchtitan at commit
 9dec370 (December 2024), whose train.py runs unchanged. Attention is FlashAttention's, as torch chose then on an H100.
+Rows in float8 need torchao 0.8 beside it.
 """
 
 from __future__ import annotations
