@@ -1,7 +1,7 @@
 """torchtitan's own trainer, as it was at the commit that others measured, on tokens that are made up.
 
 TITAN=FOLDER torchrun tests/published/titan.py --job.config_file ...: FOLDER is a checkout of torchtitan at commit
-9dec370 (December 2024), whose train.py runs unchanged (in float8 with torchao 0.8). Attention is FlashAttention's, as then.
+9dec370 (December 2024), whose train.py runs unchanged (in float8 with torchao 0.8). Attention is FlashAttention's.
 """
 
 from __future__ import annotations
