@@ -37,12 +37,11 @@ def attend(
     key, value = (
         x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value)
     )
-    mask = attn_mask
-    if mask is not None:
-        if mask.dtype is torch.bool:
-            mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
-        mask = mask.expand(*query.shape[:3], key.shape[2])
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     return aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, trains, dropout_p, is_causal, scale=scale
+        query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale
     )[0]

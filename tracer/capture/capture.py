@@ -102,7 +102,14 @@ def called(
         autocast: under which the model runs; its casts become ops of the graph.
         mode: in which what stands for the outputs is made.
     """
-    own = _own(model, args, kwargs)  # before forward gives the model other buffers
+    leaves = (x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, torch.Tensor))
+    kinds: dict[str, Iterable[tuple[str, torch.Tensor]]] = {
+        ARGUMENT: (("", x) for x in dict.fromkeys(leaves)),
+        BUFFER: model.named_buffers(),  # before forward gives the model others
+        PARAMETER: model.named_parameters(),
+    }
+    named = ((kind, k, name, x) for kind, of in kinds.items() for k, (name, x) in enumerate(of))
+    own = {id(x): (Input(kind, name, k), x) for kind, k, name, x in named}
     found: list[Call] = []
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -161,6 +168,7 @@ def capture(
     def nothing(*_: Any) -> Any:
         raise _Read
 
+    compilers: Any = dict.fromkeys(("fw_compiler", "bw_compiler", "inference_compiler"), nothing)
     with in_words(model):
         call = called(model, args, kwargs, by_dynamo, autocast, contextlib.nullcontext())
         call.wanted = wanted(call.returned)
@@ -171,33 +179,11 @@ def capture(
             without_torch_log(),
             contextlib.suppress(_Read),
         ):
-            compile_joint(
-                call.module,
-                call.examples,
-                kind_of(call.examples),
-                call.left_out,
-                fw_compiler=nothing,
-                bw_compiler=nothing,
-                inference_compiler=nothing,
-                partition_fn=read,
-            )
+            given = call.module, call.examples, kind_of(call.examples), call.left_out
+            compile_joint(*given, **compilers, partition_fn=read)
     if not found:
         raise CaptureError(NO_BACKWARD)
     return found[0]
-
-
-def _own(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
-) -> dict[int, tuple[Input, torch.Tensor]]:
-    """Return what the model and the call give to the graph, by id."""
-    leaves = (x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, torch.Tensor))
-    kinds: dict[str, Iterable[tuple[str, torch.Tensor]]] = {
-        ARGUMENT: (("", x) for x in dict.fromkeys(leaves)),
-        BUFFER: model.named_buffers(),
-        PARAMETER: model.named_parameters(),
-    }
-    found = ((kind, k, *named) for kind, of in kinds.items() for k, named in enumerate(of))
-    return {id(x): (Input(kind, name, k), x) for kind, k, name, x in found}
 
 
 def _based(captured: Captured, leaf: Any, differentiated: bool) -> Any:

@@ -138,13 +138,12 @@ def plain(
     if on_gpu:
         mutations = put_cudnn(graph, mutations)
     _write_buffers(graph, mutations)
-    _drop_unused(graph)
+    # Picks and views that nobody uses go; every op that computes or draws random numbers stays.
+    for n in reversed(list(graph.nodes)):
+        looks = n.op == "call_function" and (n.target is operator.getitem or is_view(n))
+        if not n.users and (n.op == "get_attr" or looks):
+            graph.erase_node(n)
     graph.lint()  # nobody calls the module, so its code is not written anew
-    return _phases(graph)
-
-
-def _phases(graph: fx.Graph) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """The graph's calls: forward's, backward's."""
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for n in graph.nodes:
@@ -194,15 +193,6 @@ def _write_buffers(graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]]) ->
 def _meta_like(node: fx.Node, val: Any) -> dict[str, Any]:
     meta = {k: v for k, v in node.meta.items() if k in ("custom", "seq_nr")}
     return {**meta, "partitioner_tag": "is_forward", "val": val}
-
-
-def _drop_unused(graph: fx.Graph) -> None:
-    """Erase picks and views that nobody uses; every op that computes or draws random numbers stays."""
-    for n in reversed(list(graph.nodes)):
-        if (n.op == "get_attr" and not n.users) or (
-            n.op == "call_function" and not n.users and (n.target is operator.getitem or is_view(n))
-        ):
-            graph.erase_node(n)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -51,7 +51,9 @@ def by_dynamo(backend: Callable[..., Any], *, dynamic: bool | None = False, whol
         assert found is not None
         return found(module, examples)
 
-    call = _alone(_call)
+    # With code and a name of its own: by these dynamo keeps what it compiled, and which sizes varied.
+    code = _call.__code__.replace(co_name=f"_call_{next(_numbers)}")
+    call = types.FunctionType(code, dict(globals()), code.co_name)
     scope = call.__globals__  # where dynamo puts what it compiled, which keeps the code that it is kept by
     weakref.finalize(getattr(backend, "__self__", backend), lambda: scope.update(dict.fromkeys(scope)))
     return torch.compile(call, backend=compiler, fullgraph=whole, dynamic=dynamic)
@@ -64,8 +66,11 @@ def calling(model: nn.Module, kwargs: Mapping[str, Any], *, whole: bool = True) 
     In parts numbers from data are inputs.
     """
     record_outputs(model, kwargs)
-    settings = {**SETTINGS, "specialize_float": whole}
-    with dynamo_config.patch(**settings, ignore_logging_functions=_logs()), known_to_dynamo(kwargs):
+    # What transformers calls to say something once, which a graph leaves out.
+    names = ("warning_once", "info_once", "warning_advice")
+    logs = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+    settings = {**SETTINGS, "specialize_float": whole, "ignore_logging_functions": logs}
+    with dynamo_config.patch(**settings), known_to_dynamo(kwargs):
         yield
 
 
@@ -74,21 +79,9 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _alone(function: Any) -> Any:
-    """The function with code and a name of its own: by these dynamo keeps what it compiled, and which sizes varied."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return types.FunctionType(code, dict(function.__globals__), code.co_name)
-
-
 _numbers: Final = itertools.count(1)
-# Torch 2.11 cannot write down its settings with the functions of `_logs` among them, and says so in twenty lines.
+# Torch 2.11 cannot write down its settings with the functions of loggers among them, and says so in twenty lines.
 logging.getLogger("torch._dynamo.metrics_context").disabled = True
-
-
-def _logs() -> set[Any]:
-    """Return what transformers calls to say something once, which a graph leaves out."""
-    names = ("warning_once", "info_once", "warning_advice")
-    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
 def compile_joint(

@@ -91,20 +91,16 @@ def marked(
         for e in entries
         if e["action"] in ("alloc", "free_requested")
     ]
-    places = [0]
+    places = [0]  # behind the markers
     for k, address in enumerate(markers):
-        places.append(_marker(moves, places[-1], address, names[k] if names else f"mark {k}"))
+        wanted = [(True, address, MARK_BYTES), (False, address, MARK_BYTES)]
+        there = (at + 2 for at in range(places[-1], len(moves) - 1) if moves[at : at + 2] == wanted)
+        if (place := next(there, None)) is None:
+            raise TraceError(
+                f"the CUDA allocator's history does not show {names[k] if names else f'mark {k}'}: it was cut off, or "
+                "another recording was running. Trace again in a fresh process, without `_record_memory_history` in "
+                "your own code."
+            )
+        places.append(place)
     ends = [*(place - 2 for place in places[2:]), len(moves)]
     return [moves[first:last] for first, last in zip(places[1:], ends, strict=True)]
-
-
-def _marker(moves: list[Move], start: int, address: int, what: str) -> int:
-    """The position behind the next marker at an address."""
-    wanted = [(True, address, MARK_BYTES), (False, address, MARK_BYTES)]
-    for k in range(start, len(moves) - 1):
-        if moves[k : k + 2] == wanted:
-            return k + 2
-    raise TraceError(
-        f"the CUDA allocator's history does not show {what}: it was cut off, or another recording was running. Trace "
-        "again in a fresh process, without `_record_memory_history` in your own code."
-    )

@@ -32,17 +32,13 @@ def untouched_loop(build: BuildStep, device: str) -> tuple[int, Untouched]:
 
     Counts: all that happens on the device meanwhile. Ignores: what was there before the step was built.
     """
-    if device.startswith("cuda"):
-        return _on_cuda(build, device)
-    with cpu_loop() as loop:
-        step = build(device)
-        for _ in range(ITERATIONS):
-            with loop.iteration():
-                run_step(step, step.model, step.optimizer)
-    return loop.peaks[-1], Untouched()
-
-
-def _on_cuda(build: BuildStep, device: str) -> tuple[int, Untouched]:
+    if not device.startswith("cuda"):
+        with cpu_loop() as loop:
+            step = build(device)
+            for _ in range(ITERATIONS):
+                with loop.iteration():
+                    run_step(step, step.model, step.optimizer)
+        return loop.peaks[-1], Untouched()
     from tracer.torch_api import clear_cublas_workspaces
 
     def requested(which: str) -> int:

@@ -150,7 +150,8 @@ def assemble(
         _know_residents(step, program, recorder)
         run_step(step, model, step.optimizer, begin)
         recorder.look()
-    return _arrange(program, recorder, stub, gradients, target, meta, measured)
+    rows, storages, meta = _arrange(program, recorder, stub, gradients, meta)
+    return Draft(rows=rows, storages=storages, meta=meta, program=program, target=target, measured=measured)
 
 
 def arguments_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -275,10 +276,8 @@ def _arrange(
     recorder: EagerRecorder,
     stub: _Stub,
     gradients: set[int],
-    target: Device,
     meta: TraceMeta,
-    measured: Measured,
-) -> Draft:
+) -> tuple[tuple[OpRow, ...], tuple[StorageRow, ...], TraceMeta]:
     """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
     storages, eager = recorder.storages, recorder.rows
     n_forward, n_graph = program.forward_ops, len(program.ops)
@@ -329,14 +328,7 @@ def _arrange(
         stretches=_stretches(program, graph_id, rows),
         within_backward=eager_runs([row.flags for row in rows], graph_id[n_forward:]),
     )
-    return Draft(
-        rows=tuple(rows),
-        storages=tuple(storages),
-        meta=meta,
-        program=program,
-        target=target,
-        measured=measured,
-    )
+    return tuple(rows), tuple(storages), meta
 
 
 def _stretches(program: Program, graph_id: Sequence[int], rows: Sequence[OpRow]) -> tuple[Stretch, ...]:

@@ -141,11 +141,10 @@ def program_of(captured: Captured) -> Program:
             storages[storage_of[g][0]].category = GRADIENT
             storages[storage_of[g][0]].name = f"gradient of {name}"
     grads = [g for g in (*captured.parameter_grads, *captured.argument_grads) if g is not None]
-    ops = run.graph_ops()
-    _mark_takeovers(ops, run.rows, storages, storage_of, run.env, {*outputs, *run.tangents})
+    run.mark_takeovers({*outputs, *run.tangents})
     return Program(
         captured=captured,
-        ops=ops,
+        ops=tuple(GraphOp(node=n, parts=tuple(parts)) for n, *parts in run.parts.values()),
         forward_ops=sum(1 for r in run.rows if r.phase == FORWARD),
         rows=tuple(run.rows),
         storages=tuple(storages),
@@ -174,7 +173,7 @@ class _Run:
         self._ids: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # keeps every fake storage, so that no address is used twice
         self._op_of: dict[fx.Node, int] = {}
-        self._parts: dict[int, list[fx.Node]] = {}  # op -> the node that runs, and the picks from its tuple
+        self.parts: dict[int, list[fx.Node]] = {}  # op -> the node that runs, and the picks from its tuple
 
     def _id(self, x: torch.Tensor, row: StorageRow) -> int:
         """The storage of a value; `row` is added if it is new."""
@@ -222,7 +221,7 @@ class _Run:
             out = self.env[n] = args[0][args[1]]
             self.storage_of[n] = tuple(dict.fromkeys(self._ids[storage_key(x)] for x in tensors_in(out)))
             i = self._op_of[n] = self._op_of[n.args[0]]
-            self._parts[i].append(n)
+            self.parts[i].append(n)
             return
         if is_number(n):
             self.env[n] = self.numbers[n] = n.target(*args, **kwargs)
@@ -230,7 +229,13 @@ class _Run:
             return
         out = _on_fakes(n.target, args, kwargs, self.mode)
         out = self.env[n] = results(n.target, args, out)
-        _check_dense(n, out)
+        for x in tensors_in(out):
+            if x.layout != torch.strided:
+                raise CaptureError(
+                    f"the op {n.target} (module {_module_of(n) or 'of the model itself'}) makes a tensor of the layout "
+                    f"{x.layout}, whose size depends on data. Only dense tensors can be planned; give an embedding "
+                    "sparse=False."
+                )
         i, before = len(self.rows), len(self.storages)
         outs = []
         for x in tensors_in(out):
@@ -259,10 +264,30 @@ class _Run:
                 arguments=arguments(n, self.numbers),
             )
         )
-        self._op_of[n], self._parts[i] = i, [n]
+        self._op_of[n], self.parts[i] = i, [n]
 
-    def graph_ops(self) -> tuple[GraphOp, ...]:
-        return tuple(GraphOp(node=n, parts=tuple(parts)) for n, *parts in self._parts.values())
+    def mark_takeovers(self, outside: set[int]) -> None:
+        """Note where an op's in-place twin could write into its first input, should nothing else need that any more.
+
+        The schedule decides whether that is so. Only pointwise ops whose output has exactly the input's layout count.
+        """
+        storages, storage_of = self.storages, self.storage_of
+        for (n, *_), row in zip(self.parts.values(), self.rows, strict=True):
+            first = n.args[0] if n.args else None
+            if inplace_twin(n.target) is None or not isinstance(first, fx.Node):
+                continue
+            a, out = self.env[first], self.env[n]
+            if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):
+                continue
+            s, t = storage_of[first][0], storage_of[n][0]
+            whole = a.numel() * a.element_size() == storages[s].nbytes == storages[t].nbytes
+            layout = a.dtype, a.shape, a.stride(), a.storage_offset()
+            same = layout == (out.dtype, out.shape, out.stride(), 0)
+            own = storages[s].producer >= 0 and s not in outside and s != t
+            alone = all(s not in storage_of.get(m, ()) for m in n.all_input_nodes if m is not first)
+            once = sum(x is first for x in pytree.tree_leaves((n.args, n.kwargs))) == 1
+            if whole and same and own and alone and once:
+                row.overwrites = s
 
 
 def is_number(n: fx.Node) -> bool:
@@ -293,16 +318,6 @@ def _on_fakes(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
         return out
     with replaced(mode, cache_enabled=False):
         return target(*args, **kwargs)
-
-
-def _check_dense(n: fx.Node, out: Any) -> None:
-    for x in tensors_in(out):
-        if x.layout != torch.strided:
-            raise CaptureError(
-                f"the op {n.target} (module {_module_of(n) or 'of the model itself'}) makes a tensor of the layout "
-                f"{x.layout}, whose size depends on data. Only dense tensors can be planned; give an embedding "
-                "sparse=False."
-            )
 
 
 def _module_of(n: fx.Node) -> str:
@@ -357,36 +372,6 @@ def is_random(n: fx.Node) -> bool:
             value = n.args[k] if k < len(n.args) else n.kwargs.get(arg.name, arg.default_value)
             return value != 0.0
     return True
-
-
-def _mark_takeovers(
-    graph_ops: tuple[GraphOp, ...],
-    rows: list[OpRow],
-    storages: list[StorageRow],
-    storage_of: dict[fx.Node, tuple[int, ...]],
-    env: dict[fx.Node, Any],
-    outside: set[int],
-) -> None:
-    """Note where an op's in-place twin could write into its first input, should nothing else need that any more.
-
-    The schedule decides whether that is so. Only pointwise ops whose output has exactly the input's layout count.
-    """
-    for op, row in zip(graph_ops, rows, strict=True):
-        n = op.node
-        first = n.args[0] if n.args else None
-        if inplace_twin(n.target) is None or not isinstance(first, fx.Node):
-            continue
-        a, out = env[first], env[n]
-        if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):
-            continue
-        s, t = storage_of[first][0], storage_of[n][0]
-        whole = a.numel() * a.element_size() == storages[s].nbytes == storages[t].nbytes
-        layouts = (a.dtype, a.shape, a.stride(), a.storage_offset()), (out.dtype, out.shape, out.stride(), 0)
-        own = storages[s].producer >= 0 and s not in outside and s != t
-        alone = all(s not in storage_of.get(m, ()) for m in n.all_input_nodes if m is not first)
-        once = sum(x is first for x in pytree.tree_leaves((n.args, n.kwargs))) == 1
-        if whole and layouts[0] == layouts[1] and own and alone and once:
-            row.overwrites = s
 
 
 def inplace_twin(target: Any) -> Any:

@@ -17,7 +17,7 @@ from tracer.capture.refusals import check_step
 from tracer.costs.cost import Measured
 from tracer.environment import versions
 from tracer.record.assemble import Draft, assemble
-from tracer.record.program import Program, program_of
+from tracer.record.program import program_of
 from tracer.record.sketch import sketch
 from tracer.step.batch import hidden_tensors, loss_in_outputs
 from tracer.step.context import copies_of_constants
@@ -118,9 +118,29 @@ def draft_of(
     measured: Measured,
 ) -> Draft:
     """Record what is around the captured model of a step that `build` made in `mode`, which is `fake_mode`'s."""
-    kind = target.kind if captured.target is not None else device.partition(":")[0]
     made = program_of(captured)
-    return assemble(step, made, mode, target, header(step, made, build, kind, target), measured)
+    dtype = next(p for p in step.model.parameters() if p.requires_grad).dtype
+    meta = TraceMeta(
+        model=build.model,
+        options=dict(step.options),
+        batch_size=step.batch_size,
+        dtype=str(dtype).removeprefix("torch."),
+        amp=step.autocast.dtype,
+        loop=str(step.loop),
+        optimizer=describe_optimizer(step.optimizer),
+        seed=build.seed,
+        mode="fake",
+        device=target.kind if captured.target is not None else device.partition(":")[0],
+        target=target.name,
+        torch_version=torch.__version__,
+        versions=versions(),
+        grad_outputs=captured.differentiated,
+        graph_fingerprint=made.fingerprint(),
+        structure_fingerprint=made.fingerprint(sizes=False),
+        sketch=sketch(made, step.model, step.args, step.kwargs),
+        inputs=sum(s.producer < 0 for s in made.storages),
+    )
+    return assemble(step, made, mode, target, meta, measured)
 
 
 def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Draft:
@@ -149,31 +169,6 @@ def fake_mode() -> Iterator[FakeTensorMode]:
         # The copy looks at a data pointer, which fake tensors answer with a warning.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield mode
-
-
-def header(step: TrainingStep, program: Program, build: BuildStep, device: str, target: Device) -> TraceMeta:
-    """Return what the trace says about itself."""
-    dtype = next(p for p in step.model.parameters() if p.requires_grad).dtype
-    return TraceMeta(
-        model=build.model,
-        options=dict(step.options),
-        batch_size=step.batch_size,
-        dtype=str(dtype).removeprefix("torch."),
-        amp=step.autocast.dtype,
-        loop=str(step.loop),
-        optimizer=describe_optimizer(step.optimizer),
-        seed=build.seed,
-        mode="fake",
-        device=device,
-        target=target.name,
-        torch_version=torch.__version__,
-        versions=versions(),
-        grad_outputs=program.captured.differentiated,
-        graph_fingerprint=program.fingerprint(),
-        structure_fingerprint=program.fingerprint(sizes=False),
-        sketch=sketch(program, step.model, step.args, step.kwargs),
-        inputs=sum(s.producer < 0 for s in program.storages),
-    )
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:

@@ -322,7 +322,11 @@ class _Head(_Search):
         for n in filter(self.takes_wide, self.captured.backward):
             self.pull(n)
         to.body.sort(key=self.order.__getitem__)
-        tainted, outputs = self._linear(), []
+        tainted, outputs = {to.factor}, list[int]()  # what depends on the factor, all of it in proportion
+        for n in to.body:
+            if not tainted.isdisjoint(n.all_input_nodes):
+                _require(_proportional(n, tainted))
+                tainted.add(n)
         for n in (n for n in to.body if packet(n) is not LOSS):
             outside, returned, gradient = self.leaves(n)
             if not (outside or returned or gradient):
@@ -348,15 +352,6 @@ class _Head(_Search):
             return False
         return a in self.backward
 
-    def _linear(self) -> set[fx.Node | None]:
-        """Return what depends on the factor. Raises _NotByRows unless all of it is proportional to that."""
-        tainted = {self.to.factor}
-        for n in self.to.body:
-            if not tainted.isdisjoint(n.all_input_nodes):
-                _require(_proportional(n, tainted))
-                tainted.add(n)
-        return tainted
-
 
 class _Mlp(_Search):
     """It lies between narrow values, and its backward makes again what it reads of forward."""
@@ -366,7 +361,17 @@ class _Mlp(_Search):
         self.pull(to.product)
         for n in filter(self.takes_wide, (*self.captured.forward, *self.captured.backward)):
             self.pull(n)
-        copied = self._views()
+        # Backward's views of what is taken whole are taken in, whose place may be later.
+        copied, waiting = set(), [a for a, lies in to.inputs.items() if lies == NONE]
+        while waiting:
+            a = waiting.pop()
+            if a in self.backward and packet(a) in (*VIEWS, aten.t):
+                del to.inputs[a]
+                copied.add(a)
+                self._put(a, NONE)
+                new = [b for b in a.all_input_nodes if b not in to.inputs and b not in to.lies]
+                to.inputs |= dict.fromkeys(new, NONE)
+                waiting += new
         to.body.sort(key=self.order.__getitem__)
         for n in to.body:
             outside, *returned = self.leaves(n)
@@ -382,21 +387,6 @@ class _Mlp(_Search):
         made = a in self.order and self.program.storages[self.program.storage_of[a][0]].producer >= 0
         alone = a in self.backward or sum(u in self.forward for u in a.users) == 1
         return made and alone and self.is_large(a)
-
-    def _views(self) -> set[fx.Node]:
-        """Take in backward's views of what is taken whole, whose place may be later."""
-        to, copied = self.to, set()
-        waiting = [a for a, lies in to.inputs.items() if lies == NONE]
-        while waiting:
-            a = waiting.pop()
-            if a in self.backward and packet(a) in (*VIEWS, aten.t):
-                del to.inputs[a]
-                copied.add(a)
-                self._put(a, NONE)
-                new = [b for b in a.all_input_nodes if b not in to.inputs and b not in to.lies]
-                to.inputs |= dict.fromkeys(new, NONE)
-                waiting += new
-        return copied
 
 
 def _proportional(n: fx.Node, tainted: set[fx.Node | None]) -> bool:
