@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 from tracer.step.loop_options import LOOP_OPTIONS
 from tracer.step.step import BuildStep, check_device, load_spec
 from tracer.torch_api import no_garbage, one_at_a_time, require_torch
-from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.records.trace import Trace
@@ -98,8 +97,14 @@ def trace(
         EnvironmentProblem: torch or a GPU is missing; OutOfMemoryProblem: there is too little memory (`device`).
     """
     tell = say or (lambda text: None)
+    if target is not None and device is not None:
+        raise SpecError("--target predicts times and --device measures them; give one of the two.")
+    entry = device_entry(target or ("cpu" if device in (None, "cpu") else GPU_UNKNOWN))
     with no_garbage():
-        entry = _entry(target, device)
+        if device is not None or entry.kind != "cuda":  # else another process rehearses the step
+            require_torch()
+        if device is not None:
+            check_device(device)
     if isinstance(model, str):
         if batch is not None or loss is not None:
             raise SpecError(
@@ -118,8 +123,13 @@ def trace(
     if entry.kind == "cuda" and device is None:
         tell(f"Rehearsing {name} on {entry.name} ...")
         request |= {"amp": amp, "seed": seed, **options}
-        if (found := _rehearsed(request, objects, entry, tell)) is not None:
-            return found
+        from tracer.rehearsal.run import traced_on_null_driver
+
+        try:
+            return traced_on_null_driver(request, objects, entry, tell)
+        except EnvironmentProblem as error:  # which says how to get what is missing
+            require_torch()
+            tell(f"approximate, by what ops return: {error}")
     if isinstance(model, str):  # a rehearsal builds it where it runs, and this process needs no torch
         build = load_spec(model, given, seed=seed)
     tell(f"Capturing {build.model} ...")
@@ -130,21 +140,6 @@ def trace(
         if device is None:
             return record_fake(build, entry, tell)
         return record_real(build, entry, device, tell, rounds=rounds, warmup=warmup)
-
-
-def _rehearsed(
-    request: Mapping[str, Any], objects: Mapping[str, Any], gpu: Device, say: Callable[[str], None]
-) -> Trace | None:
-    """The step as torch's own CUDA code runs it on that GPU, which is not there; None where that cannot run here, and
-    `say` is told why, and how to get it."""
-    from tracer.rehearsal.run import traced_on_null_driver
-
-    try:
-        return traced_on_null_driver(request, objects, gpu, say)
-    except EnvironmentProblem as error:
-        require_torch()
-        say(f"approximate, by what ops return: {error}")
-        return None
 
 
 def trace_there(folder: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -168,19 +163,6 @@ def trace_there(folder: str, request: dict[str, Any]) -> dict[str, Any]:
         raise explained(error) from error
     store.save(record, place / TRACE)
     return {"said": said}
-
-
-def _entry(target: str | None, device: str | None) -> Device:
-    """The entry of the device table that is meant, after the options that exclude one another. Needs no torch where
-    another process rehearses the step."""
-    if target is not None and device is not None:
-        raise SpecError("--target predicts times and --device measures them; give one of the two.")
-    entry = device_entry(target or ("cpu" if device in (None, "cpu") else GPU_UNKNOWN))
-    if device is not None or entry.kind != "cuda":
-        require_torch()
-    if device is not None:
-        check_device(device)
-    return entry
 
 
 def in_hand(

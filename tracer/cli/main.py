@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import time
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from traces.commands import (
     stdout_free,
     step_options,
 )
+from traces.errors import SpecError
 from traces.model_spec import short_name
 from traces.progress import counted
 from traces.shapes import Shapes, in_words, label
@@ -69,10 +73,6 @@ def run_model(
 ) -> None:
     """Record one training step of MODEL: a name from `trace models`, timm:NAME, hf:CONFIG.json, or
     path/to/file.py:build."""
-    import os
-    import time
-    from inspect import unwrap
-
     # torch's C++ parts and its profiler write to stderr by themselves; what matters reaches the user as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -108,11 +108,7 @@ def record_shapes(
     model: str, text: str, output: Path | None, force: bool, options: dict[str, Any], out: Output
 ) -> None:
     """A trace of each shape that is looked at, in one directory."""
-    import time
-    from inspect import unwrap
-
     from tracer import api
-    from traces.errors import SpecError
     from traces.records import store
 
     begin = time.perf_counter()

@@ -229,13 +229,10 @@ class Exchanges:
         return told
 
     def _known(self, tensor: torch.Tensor) -> bytes | None:
-        values = ctypes.create_string_buffer(tensor.nbytes)
+        values, at, size = ctypes.create_string_buffer(tensor.nbytes), tensor.data_ptr(), tensor.nbytes
         if tensor.device.type == "cpu":
-            ctypes.memmove(values, tensor.data_ptr(), tensor.nbytes)
-        elif (
-            self._driver.null_read(ctypes.c_void_p(tensor.data_ptr()), values, ctypes.c_size_t(tensor.nbytes))
-            <= 0
-        ):
+            ctypes.memmove(values, at, size)
+        elif self._driver.null_read(ctypes.c_void_p(at), values, ctypes.c_size_t(size)) <= 0:
             return None
         return values.raw
 

@@ -90,9 +90,7 @@ class Rehearsal:
     environment: Mapping[str, str]  # torch, CUDA, the allocator's settings
     iterations: tuple[Iteration, ...]
     alive: tuple[Alive, ...] = ()  # at the peak of the last iteration, the largest first
-    at_the_peak: Mapping[str, int] = field(
-        default_factory=dict
-    )  # all of that, bytes by what it is to training
+    at_the_peak: Mapping[str, int] = field(default_factory=dict)  # all of it, by what it is to training
     warnings: tuple[PredictionWarning, ...] = ()
     # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
     out_of_memory: str = ""

@@ -22,6 +22,7 @@ from torch import nn
 
 from tracer.precision.policy import Autocast, parse_amp
 from tracer.step.context import (
+    NEEDS_VALUES,
     detect_fake_mode,
     fake_conversions,
     initialisers_without_values,
@@ -32,7 +33,7 @@ from tracer.step.loop import TrainingStep
 from tracer.step.loop_options import AROUND_OPTIONS
 from tracer.step.named.vision import help_torchvision
 from tracer.step.user_step import UserStep
-from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException, unset_fake_temporarily
+from tracer.torch_api import unset_fake_temporarily
 from traces.errors import SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
 from traces.provenance import PACKAGES
@@ -111,7 +112,9 @@ class BuildFunction(UserStep):
                 try:
                     return build(**accepted)
                 except Exception as error:
-                    if not is_fake() or not _needs_values(error):
+                    # It read values, or made modules that learn their sizes.
+                    lazy = any(f"Uninitialized{kind}" in str(error) for kind in ("Parameter", "Buffer"))
+                    if not is_fake() or not (lazy or isinstance(error, NEEDS_VALUES)):
                         raise
             with unset_fake_temporarily():
                 return build(**accepted)
@@ -184,12 +187,6 @@ class BuildFunction(UserStep):
 def _belongs(file: str, directory: Path) -> bool:
     """Return whether a file is the user's own: in that directory, and not installed there."""
     return Path(file).is_relative_to(directory) and "site-packages" not in file
-
-
-def _needs_values(error: Exception) -> bool:
-    """Return whether code failed because tensors were fake: it read values, or made modules that learn their sizes."""
-    lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)
-    return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 def _package(path: Path, text: bytes) -> str:

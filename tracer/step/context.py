@@ -21,6 +21,8 @@ from tracer.torch_api import (
 )
 from traces.provenance import rehearsing
 
+# What torch raises where code asks fake tensors for what only values say.
+NEEDS_VALUES: Final = (DataDependentOutputException, DynamicOutputShapeException)
 INITIALISERS: Final = (
     "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_",
     "xavier_uniform_", "orthogonal_",
@@ -129,7 +131,7 @@ def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
     with initialisers_without_values():
         try:
             return make()
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except NEEDS_VALUES:
             if (mode := detect_fake_mode()) is None:
                 raise
     with unset_fake_temporarily():

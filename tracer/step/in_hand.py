@@ -49,7 +49,13 @@ class InHand(UserStep):
         kind, or cannot be copied; CaptureError: the loss or what makes the optimizer reads values, which fakes lack.
         """
         self._check(self.model, self.loss)
-        self._check_hooks()
+        for name, p in self.model.named_parameters():
+            if not self.released and hands_over([p]):
+                raise SpecError(
+                    f"{self.label}: the parameter {name} has a hook that runs when its gradient is there "
+                    "(register_post_accumulate_grad_hook), which a trace's copies do not. If it steps the parameter "
+                    "and frees the gradient, give release_gradients=True and the optimizer; else take it off."
+                )
         twins = _Twins(self.label, device)
         for module in (self.model, self.loss):
             if isinstance(module, nn.Module):
@@ -64,15 +70,6 @@ class InHand(UserStep):
         if isinstance(optimizer, str):
             optimizer = None if optimizer == NO_OPTIMIZER else partial(make_optimizer, optimizer)
         return self._assemble(model, twins.batch(self.batch), loss, optimizer, {}, device)
-
-    def _check_hooks(self) -> None:
-        for name, p in self.model.named_parameters():
-            if not self.released and hands_over([p]):
-                raise SpecError(
-                    f"{self.label}: the parameter {name} has a hook that runs when its gradient is there "
-                    "(register_post_accumulate_grad_hook), which a trace's copies do not. If it steps the parameter "
-                    "and frees the gradient, give release_gradients=True and the optimizer; else take it off."
-                )
 
     def _copy(self, what: str, value: Any, memo: dict[int, Any]) -> Any:
         try:

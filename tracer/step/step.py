@@ -44,6 +44,7 @@ class BuildStep:
         import torch
 
         from tracer.step.context import is_fake
+        from tracer.step.release import check_release
         from tracer.step.user_errors import built
 
         check_device(device)
@@ -56,7 +57,16 @@ class BuildStep:
         with built(self.model):
             random.seed(self.seed)
             seed(self.seed)
-            step = under_policy(self.make(device), self.policy, device)
+            step, policy, kind = self.make(device), self.policy, device.partition(":")[0]
+            # As the options say, or where they say nothing, as its build function asks.
+            dtype = policy.get("amp") or step.autocast.dtype
+            scaler = torch.amp.GradScaler(kind) if dtype == FLOAT16 else None
+            loop = Loop(**{k: policy[k] for k in LOOP_OPTIONS if k in policy})
+            if loop.release_gradients:
+                check_release(step.name, step.optimizer, scaler)
+            autocast = Autocast(dtype=dtype, kind=kind, cache=torch.is_autocast_cache_enabled())
+            options = {**step.options, **policy}
+            step = replace(step, autocast=autocast, scaler=scaler, options=options, loop=loop)
         if step.optimizer is not None and optimizer_as_on == "cuda":
             from tracer.step.optimizers import choose_as_on_cuda
 
@@ -98,27 +108,6 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
         model, step = known.name, known.step
     whole = {**own, **policy}
     return BuildStep(model=model, options=whole, seed=seed, make=partial(step, own), policy=policy)
-
-
-def under_policy(step: TrainingStep, policy: dict[str, Any], device: str) -> TrainingStep:
-    """A step that runs as its options say, or where they say nothing, as its build function asks."""
-    import torch
-
-    from tracer.step.release import check_release
-
-    kind = device.partition(":")[0]
-    dtype = policy.get("amp") or step.autocast.dtype
-    scaler = torch.amp.GradScaler(kind) if dtype == FLOAT16 else None
-    loop = Loop(**{k: policy[k] for k in LOOP_OPTIONS if k in policy})
-    if loop.release_gradients:
-        check_release(step.name, step.optimizer, scaler)
-    return replace(
-        step,
-        autocast=Autocast(dtype=dtype, kind=kind, cache=torch.is_autocast_cache_enabled()),
-        scaler=scaler,
-        options={**step.options, **policy},
-        loop=loop,
-    )
 
 
 def check_device(device: str) -> None:

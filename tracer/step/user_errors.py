@@ -17,15 +17,10 @@ from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeExc
 from traces.errors import CaptureError, LowtideError, OutOfMemoryProblem, SpecError, is_out_of_memory
 
 # Directories whose frames are not the user's: torch's, and Lowtide's own rooms.
-_ROOT: Final = Path(__file__).resolve().parents[2]
-_FOREIGN: Final = tuple(
-    f"{directory}{os.sep}"
-    for directory in (
-        Path(torch.__file__).resolve().parent,
-        *(_ROOT / r for r in ("tracer", "executor", "traces")),
-    )
-)
-_LAYERS: Final = f"{Path(torch.__file__).resolve().parent / 'nn' / 'modules'}{os.sep}"
+_ROOT, _TORCH = Path(__file__).resolve().parents[2], Path(torch.__file__).resolve().parent
+_OWN: Final = [_ROOT / room for room in ("tracer", "executor", "traces")]
+_FOREIGN: Final = tuple(f"{directory}{os.sep}" for directory in (_TORCH, *_OWN))
+_LAYERS: Final = f"{_TORCH / 'nn' / 'modules'}{os.sep}"
 
 
 def is_foreign(file: str) -> bool:

@@ -11,16 +11,11 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.step.batch import split_batch, to_device
-from tracer.step.context import moved
+from tracer.step.context import NEEDS_VALUES, moved
 from tracer.step.loop import TrainingStep
 from tracer.step.optimizers import move_state
 from tracer.step.user_errors import blame, first_line
-from tracer.torch_api import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    detect_fake_mode,
-    pytree,
-)
+from tracer.torch_api import detect_fake_mode, pytree
 from traces.errors import CaptureError, LowtideError, SpecError
 
 
@@ -123,7 +118,7 @@ class UserStep:
             yield
         except LowtideError:
             raise
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except NEEDS_VALUES as error:
             raise CaptureError(
                 f"{self._where(error)}: {what}: it reads the values of tensors ({error}), which a fake trace "
                 "does not have; move that out of the function."
