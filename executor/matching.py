@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from simulator.allocator.settings import parse_alloc_conf
 from traces.errors import EnvironmentProblem, PlanError, SpecError
 from traces.model_spec import split_reference
 from traces.provenance import alloc_conf
 from traces.records.plan import Plan
+from traces.records.store import load
 from traces.records.trace import Trace, TraceMeta
 
 
@@ -24,8 +26,6 @@ def check_alloc_conf(meta: TraceMeta, device: str) -> None:
     """Raise EnvironmentProblem if the environment's allocator settings are others than those of the plan, which the
     processes that measure get where the environment says nothing.
     """
-    from simulator.allocator.settings import parse_alloc_conf
-
     now = alloc_conf()
     if not device.startswith("cuda") or not meta.alloc_conf or not now:
         return
@@ -62,8 +62,6 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
     instead of what the plan names. Raises PlanError if the trace in the directory is another one.
     """
     if name is not None:
-        from traces.records.store import load
-
         trace = load(name)
         if trace.meta.fingerprint != plan.meta.fingerprint:
             raise PlanError(

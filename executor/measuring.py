@@ -65,9 +65,7 @@ class JobResult:
 
 
 Once = Callable[[], bool]  # one training step; whether a gradient scaler took it
-Prepare = Callable[
-    [], tuple[Once, Callable[[], Once]]
-]  # a step, and what makes the save-all step on its model
+Prepare = Callable[[], tuple[Once, Callable[[], Once]]]  # a step; what makes the save-all step on its model
 
 
 def run_job(job: Job) -> JobResult:

@@ -121,7 +121,10 @@ class _Building:
             was = [x.value for x in op.called_with if isinstance(x, Layout)]
             here = self._is_its_source(op)
             if here or was:
-                self._check_layout(made, like.node if here else self._maker(was[0]))
+                old = like.node if here else self._maker(was[0])
+                a, b = made.meta["val"], old.meta["val"]
+                if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
+                    raise PlanError(f"{made.name} is laid out otherwise than {old.name}; please report this.")
             if here:
                 self.node[like.node] = made
             else:
@@ -196,11 +199,6 @@ class _Building:
 
     def _is_its_source(self, op: Op) -> bool:
         return self.editing.op[op.source] is op
-
-    def _check_layout(self, made: fx.Node, old: fx.Node) -> None:
-        a, b = made.meta["val"], old.meta["val"]
-        if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
-            raise PlanError(f"{made.name} is laid out otherwise than {old.name}; please report this.")
 
 
 def _check_held(pool: fx.Node, format: str) -> None:

@@ -174,10 +174,6 @@ class Graph:
         self.joint = joint_of(self.module, self.forward_outputs, self.inputs, on_gpu=on_gpu)
         return program_of(self.joint.captured)
 
-    def forget(self) -> None:
-        """Let go of what only compiling needs."""
-        self.module = self.joint = self.decide = None
-
     def forward(self, module: fx.GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
         """Return what runs forward."""
         run = direct(module).forward
@@ -234,18 +230,6 @@ class Graph:
                 "Call backward outside of the region."
             )
 
-    def _check_none_awaited(self) -> None:
-        """Raise PlanError, once, if a call came before the backward of the one before, or that has none, as where it
-        is given `inputs=`: autograd sees no way from the loss to the parameters, and runs nothing.
-        """
-        awaited, self.awaits = self.awaits, False
-        if awaited:
-            raise PlanError(
-                "the backward of an earlier training call did not run, so that no parameter got a gradient of it. A "
-                "plan of a loop that frees gradients needs backward(), without inputs, after each call; if the call "
-                "needs no backward, run it inside `with unplanned(model):`."
-            )
-
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return what dynamo's code calls: the compiled graph, and around it what backward has to know."""
         places = [k for k, x in enumerate(self.inputs) if x.kind == PARAMETER]
@@ -255,7 +239,13 @@ class Graph:
             parameters = tuple(values[k] for k in places)
             if self.released and hands_over(parameters):
                 # Autograd must not reach the parameters themselves, which get their gradients inside backward.
-                self._check_none_awaited()
+                awaited, self.awaits = self.awaits, False
+                if awaited:  # as where backward is given `inputs=`: autograd sees no way to the parameters
+                    raise PlanError(
+                        "the backward of an earlier training call did not run, so that no parameter got a gradient of "
+                        "it. A plan of a loop that frees gradients needs backward(), without inputs, after each call; "
+                        "if the call needs no backward, run it inside `with unplanned(model):`."
+                    )
                 known.parameters = parameters
                 for k in places:
                     values[k] = values[k].detach().requires_grad_(values[k].requires_grad)
@@ -351,7 +341,7 @@ def compile_graph(
         inference_compiler=lambda gm, _: _marked_boxed(direct(gm).forward),
         partition_fn=graph.partition,
     )
-    graph.forget()
+    graph.module = graph.joint = graph.decide = None  # which only compiling needs
     for n in module.graph.nodes:  # whose fake values hold small real ones, by their gradient functions
         if n.op != "placeholder":
             n.meta.pop("example_value", None)

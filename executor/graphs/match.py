@@ -44,7 +44,11 @@ def fitted(
     """
     check_kind(plan.meta, graph.kind)
     program = graph.read()
-    if _fits(program, plan.meta):
+    targets, aliases = [row.target for row in program.rows], plan.meta.sketch.get("aliases")
+    if aliases is not None:  # slices that take all are named as in the plan
+        named = (ALIAS if k in aliases else SLICE for k in range(len(targets)))
+        targets = [p if t in (ALIAS, SLICE) else t for t, p in zip(targets, named, strict=True)]
+    if program.fingerprint(sizes=False, named_as=targets) == plan.meta.structure_fingerprint:
         return (
             *_by_plan(program, plan),
             EXACT if program.fingerprint() == plan.meta.graph_fingerprint else RESIZED,
@@ -56,7 +60,14 @@ def fitted(
     # Of its forward and backward alone: parameters, buffers, arguments and what ops make.
     if ones and Problem(program.trace()).saved.timeline.peak_allocated_bytes <= planned:
         return program, (), SAVED
-    raise _another_graph(plan.meta, now, program.fingerprint(sizes=False), graph.kind)
+    told = "; ".join(_causes(plan.meta, now, graph.kind)) or (
+        f"its ops are others (structure {plan.meta.structure_fingerprint}, and here "
+        f"{program.fingerprint(sizes=False)})"
+    )
+    raise PlanError(
+        f"the plan was made for another graph ({describe(plan.meta)}): {told}. Call the model as it was traced, or "
+        f"trace it as it is now and plan again{HINT}"
+    )
 
 
 def left_out(plan: Plan, could: Mapping[int, int]) -> list[frozenset[int]]:
@@ -73,14 +84,6 @@ def _by_plan(program: Program, plan: Plan) -> tuple[Program, tuple[Action, ...]]
     more += sum(s.producer < 0 for s in changed.storages) - inputs
     actions = program_actions(plan, changed, more)
     return changed, tuple(a for a in actions if changed.storages[a.storage].nbytes)
-
-
-def _fits(program: Program, meta: TraceMeta) -> bool:
-    targets, aliases = [row.target for row in program.rows], meta.sketch.get("aliases")
-    if aliases is not None:  # slices that take all are named as in the plan
-        planned = (ALIAS if k in aliases else SLICE for k in range(len(targets)))
-        targets = [p if t in (ALIAS, SLICE) else t for t, p in zip(targets, planned, strict=True)]
-    return program.fingerprint(sizes=False, named_as=targets) == meta.structure_fingerprint
 
 
 def program_actions(plan: Plan, program: Program, more: int = 0) -> tuple[Action, ...]:
@@ -113,19 +116,8 @@ def describe(meta: TraceMeta) -> str:
     )
 
 
-def _another_graph(meta: TraceMeta, now: dict[str, Any], structure: str, device: str) -> PlanError:
-    """The error for a call whose graph is not the plan's; `now`: the call's sketch and `amp`, or {}, unknown."""
-    told = "; ".join(_causes(meta, now, device)) or (
-        f"its ops are others (structure {meta.structure_fingerprint}, and here {structure})"
-    )
-    return PlanError(
-        f"the plan was made for another graph ({describe(meta)}): {told}. Call the model as it was traced, or trace "
-        f"it as it is now and plan again{HINT}"
-    )
-
-
 def _causes(meta: TraceMeta, now: dict[str, Any], device: str) -> Iterator[str]:
-    """What differs, the likeliest cause first."""
+    """What differs, the likeliest cause first; `now`: the call's sketch and `amp`, or {}, unknown."""
     around = {
         "device": (meta.device.partition(":")[0], device),
         "autocast": (meta.amp, now.get("amp", meta.amp)),

@@ -68,14 +68,10 @@ class Receipt:
     breaks: tuple[str, ...] = ()  # why a graph ended before the model did, where parts are planned
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without",
-                *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
-                *(f"  {c.steps} {c.fit}" for c in self.captures),
-                *(f"  a graph ends: {why}" for why in self.breaks),
-            ]
-        )
+        lines = [f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without"]
+        lines += [f"  {n} without it: {why}" for why, n in self.unplanned_because.items()]
+        lines += [f"  {c.steps} {c.fit}" for c in self.captures]
+        return "\n".join([*lines, *(f"  a graph ends: {why}" for why in self.breaks)])
 
 
 class Planned:
@@ -103,14 +99,8 @@ class Planned:
         """Let the module's calls come here."""
         mine = vars(self.module)
         self.own = mine.pop("forward", None)
-        mine.update(
-            {
-                STATE: self,
-                "forward": self,
-                COMPILED: self.watched,
-                "receipt": functools.partial(receipt_in, self.module),
-            }
-        )
+        receipt = functools.partial(receipt_in, self.module)
+        mine |= {STATE: self, "forward": self, COMPILED: self.watched, "receipt": receipt}
 
     def remove(self) -> None:
         """Leave the module as it was, but for a forward that came later."""
