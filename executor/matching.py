@@ -8,7 +8,7 @@ from traces.model_spec import split_reference
 from traces.provenance import alloc_conf
 from traces.records.plan import Plan
 from traces.records.store import load
-from traces.records.trace import Trace, TraceMeta
+from traces.records.trace import RANK, Trace, TraceMeta
 
 
 def check_trusted(source: object, named: str, given: str, trust: bool) -> None:
@@ -38,7 +38,13 @@ def check_alloc_conf(meta: TraceMeta, device: str) -> None:
 
 
 def check_kind(meta: TraceMeta, device: str) -> None:
-    """Raise PlanError if a plan is for a GPU's graph and the device is the CPU; else the graphs' structures decide."""
+    """Raise PlanError if a plan is for a GPU's graph and the device is the CPU, or of a rank's step as a whole; what
+    else there is, the graphs' structures decide."""
+    if meta.device == RANK:
+        raise PlanError(
+            "the plan is of a rank's step as `execute rehearse --trace` recorded it, for looking at alone: plans that "
+            "its blocks can train by come from `execute rehearse --budget`."
+        )
     if meta.device.startswith("cuda") and device.startswith("cpu"):
         raise PlanError(
             f"the plan is for the graph that {meta.target} runs, and the CPU runs other ops (attention, batch norm): "

@@ -56,18 +56,9 @@ def trace_of(forward: int, backward: int, seed: int) -> Trace:
             scratch = draw.choice(SIZES)
             events = draw.choice(((scratch, total, -scratch), (total + scratch, -scratch)))
         overwritable = [r for r in reads if base[r] not in resident]
-        ops.append(
-            Op(
-                phase,
-                makes,
-                reads,
-                time_ns=draw.randint(0, 9),
-                flags=flags,
-                events=events,
-                overwrites=draw.choice(overwritable) if overwritable and draw.randint(0, 1) else "",
-                module=module,
-            )
-        )
+        told = {"time_ns": draw.randint(0, 9), "flags": flags, "events": events, "module": module}
+        takes = draw.choice(overwritable) if overwritable and draw.randint(0, 1) else ""
+        ops.append(Op(phase, makes, reads, overwrites=takes, **told))
         for name in makes:
             base[name] = name
             made[name] = i

@@ -51,6 +51,11 @@ SHARD = "executor.rehearsed.shard:sharded"
 @click.option(
     "--snapshot", type=OutputFile(), help="Write torch's memory snapshot to this file, for `simulate why`."
 )
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Record a rank's step, its gathers and reductions too, into this new directory, for `simulate`.",
+)
 @click.option("--ranks", callback=numbers, help="Ranks of a distributed job; several numbers give a table.")
 @click.option(
     "--rank",
@@ -85,6 +90,7 @@ def rehearse(
     iterations: int,
     alloc_conf: str,
     snapshot: Path | None,
+    trace: Path | None,
     ranks: list[int],
     rank: list[int],
     nodes: int | None,
@@ -140,12 +146,17 @@ def rehearse(
         iterations=iterations,
         alloc_conf=alloc_conf,
     )
-    if budget:
-        if len(jobs) > 1 or plan or snapshot or iterations < STEADY:
+    if budget or trace:
+        if len(jobs) > 1 or plan or snapshot or (budget and trace) or iterations < STEADY:
             raise SpecError(
-                f"--budget plans for one rank, without --plan and --snapshot, in {STEADY} iterations or more."
+                "--budget plans for one rank, and --trace records one: give one of the two, without --plan and "
+                f"--snapshot, and {STEADY} iterations or more."
             )
-        _within_budget(budget, Links(gpu=device(gpu), network_gbit_per_s=network), output, one, *jobs[0], out)
+        links = Links(gpu=device(gpu), network_gbit_per_s=network)
+        if trace:
+            _record(trace, links, one, *jobs[0], out)
+        else:
+            _within_budget(str(budget), links, output, one, *jobs[0], out)
         return
     if output:
         raise SpecError("-o writes a plan, which --budget makes.")
@@ -170,6 +181,18 @@ def rehearse(
                 f"{each.out_of_memory}",
                 1,
             )
+
+
+def _record(place: Path, links: Links, run: Any, job: Job | None, number: int, out: Output) -> None:
+    """`execute rehearse --trace`: write the step of a rank as a trace."""
+    from executor.rehearsed.budget import recorded
+    from traces.records import store
+
+    store.check_place(place)
+    saved, step = recorded(partial(run, links.gpu, job=job, rank=number), links)
+    store.save(step.trace, place)
+    what = f"  wrote {place}, with everything saved and gathered once. Next: simulate {place} --budget 60%"
+    out.show(saved.to_json, lambda: f"{in_words(saved)}\n{what}")
 
 
 def _within_budget(

@@ -22,6 +22,7 @@ from traces.devices import Links
 from traces.errors import BudgetError, LowtideError
 from traces.files import to_json
 from traces.records.plan import ALLOCATED, Action, BlockPlans
+from traces.records.trace import fingerprint
 from traces.units import show_bytes
 
 MOST_PLANS: Final = 3  # that are rehearsed
@@ -73,13 +74,13 @@ def plan_within(
     fits = untouched.gpu_bytes <= limit
     if fits and more_ranks is None:
         return kept
-    with TemporaryDirectory() as name, suppress(LowtideError) if fits else nullcontext():
+    with suppress(LowtideError) if fits else nullcontext():
         say("Rehearsing it with its blocks recorded ...")
-        saved = run(around=(RECORD, name))
-        step = compose(Path(name), links)
+        saved, step = recorded(run, links)
         if fits and not step.script:
             return kept
-        planned, plans = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
+        with TemporaryDirectory() as name:
+            planned, plans = _rehearsed(limit, saved, step, run, Path(name) / "plan.json", say)
         told = plans.predicted
         if fits and told["added_ns"] >= 0:
             return kept
@@ -99,6 +100,24 @@ def plan_within(
         what = f"{twice.ranks} ranks, no plan"
         others.append({"what": what, "gpu_bytes": twice.gpu_bytes, "rehearsed": True})
     return replace(kept, others=(*others,))
+
+
+def recorded(run: Run, links: Links) -> tuple[Rehearsal, Composed]:
+    """Rehearse with everything saved in the blocks, which are recorded, and compose the rank's step of them."""
+    with TemporaryDirectory() as name:
+        saved = run(around=(RECORD, name))
+        step = compose(Path(name), links)
+    trace = step.trace
+    digest = partial(fingerprint, trace.ops, trace.storages)
+    meta = replace(
+        trace.meta,
+        model=f"{saved.model}, rank {saved.rank} of {saved.ranks}" if saved.ranks else saved.model,
+        torch_version=saved.environment["torch"],
+        fingerprint=digest(),
+        graph_fingerprint=digest(eager=False),
+        structure_fingerprint=digest(eager=False, sizes=False),
+    )
+    return saved, replace(step, trace=replace(trace, meta=meta))
 
 
 def _rehearsed(

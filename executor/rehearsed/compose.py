@@ -1,8 +1,8 @@
 """Compose one rank's step of what was recorded of its blocks, and cut a plan of it into plans for the blocks.
 
 Counts: of each block the values that its own graph makes; in each stretch of the step (a block's forward, the loss, a
-block's backward, the rest) what the rehearsal showed beside them, as one value: what blocks are given, shards, their
-optimizer states, gathered parameters, buffers of reductions, gradients, logits, workspaces. Ignores: how these would
+block's backward, the rest) what the rehearsal showed beside them, a value of each category: shards, their optimizer
+states, what is gathered and reduced, gradients, what blocks are given, logits, workspaces. Ignores: how these would
 change with a plan, as where that alone reads what a block is given; the time of all but the blocks.
 
 The gathered parameters of a block that `fully_shard` shards are a value by itself from behind its forward until they
@@ -21,19 +21,38 @@ from pathlib import Path
 from typing import Any, Final
 
 from executor.rehearsed.record import BACKWARD, FORWARD, STEP
-from simulator.core.problem import Problem
+from simulator.core.problem import Problem, by_category
 from simulator.planners.outcome import finish
 from traces.devices import Links
 from traces.errors import SpecError
 from traces.files import read_json
 from traces.records import store
 from traces.records.plan import Action, BlockPlan
+from traces.records.trace import (
+    ACTIVATION,
+    COMMUNICATION,
+    EAGER,
+    EFFECT,
+    GRADIENT,
+    HELD,
+    MOST,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETER,
+    RANK,
+    REHEARSED_MODE,
+    Ops,
+    Storages,
+    Trace,
+    TraceMeta,
+    uses_of,
+)
 from traces.records.trace import BACKWARD as BACKWARD_PHASE
-from traces.records.trace import EAGER, EFFECT, MOST, OTHER, Ops, Storages, Trace, TraceMeta, uses_of
 from traces.records.trace import FORWARD as FORWARD_PHASE
 
 STORAGE: Final = "storage"
 BESIDE: Final = "beside"  # the target of ops that stand for what is no block's
+KINDS: Final = (PARAMETER, OPTIMIZER_STATE, COMMUNICATION, GRADIENT, ACTIVATION, OTHER)  # of what lies beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +61,17 @@ class Stretch:
 
     what: str  # begins: FORWARD, LOSS, BACKWARD or REST
     block: str
-    peak_bytes: int
-    reduced_bytes: int = 0  # over the ranks, by what is called meanwhile
+    reduced_bytes: int  # over the ranks, by what is called meanwhile
+    held: Mapping[str, int]  # at the peak, by category in a rehearsal's words
+
+    def beside(self, inside: Mapping[str, int]) -> list[int]:
+        """Bytes by KINDS of what was there beside the blocks' own values, which took `inside` at their peak."""
+        left, found = max(0, sum(self.held.values()) - sum(inside.values())), []
+        seen = {HELD[words]: n for words, n in self.held.items()}
+        for kind in KINDS[:-1]:
+            found.append(min(left, max(0, seen[kind] - inside[kind])))
+            left -= found[-1]
+        return [*found, left]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +163,21 @@ def compose(folder: Path, links: Links) -> Composed:
     step = Composed(
         trace=composing.step(), graphs=graphs, starts=composing.starts, gathers=gathers, links=links
     )
-    found = Problem(step.trace).replay(step.script).timeline
-    peaks = [n for n, again in zip(found.peak_bytes, found.recompute, strict=True) if not again]
-    inside = [max(peaks[a:b]) for a, b in composing.ranges]
-    beside = [max(0, s.peak_bytes - n) for s, n in zip(stretches, inside, strict=True)]
-    storages = step.trace.storages
-    nbytes = (*beside, *storages.nbytes[len(beside) :])
-    return replace(step, trace=replace(step.trace, storages=replace(storages, nbytes=nbytes)))
+    run = Problem(step.trace).replay(step.script)
+    each = zip(by_category(step.trace, run.schedule, run.timeline), run.timeline.recompute, strict=True)
+    running = [now for now, again in each if not again]
+    inside = (max(running[a:b], key=lambda now: sum(now.values())) for a, b in composing.ranges)
+    beside = [n for s, now in zip(stretches, inside, strict=True) for n in s.beside(now)]
+    nbytes = (*beside, *step.trace.storages.nbytes[len(beside) :])
+    shape = (*((n,) for n in beside), *step.trace.storages.shape[len(beside) :])
+    storages = replace(step.trace.storages, nbytes=nbytes, shape=shape)
+    return replace(step, trace=replace(step.trace, storages=storages))
 
 
 def _gathers(
     told: Mapping[str, Any], stretches: Sequence[Stretch], graphs: Mapping[str, Trace], links: Links
 ) -> Iterator[Gather]:
-    storage = len(stretches)
+    storage = len(stretches) * len(KINDS)
     for k, s in enumerate(stretches):
         if s.what != BACKWARD or s.block not in told or s.block not in graphs:
             continue
@@ -168,14 +198,14 @@ class _Composing:
     """The tables of the composed step: in each stretch an op that makes what lies beside, then those of the block.
     Before them, one that gathers the parameters of the block before it, or takes those of the block behind it.
 
-    Storages: what lies beside, of each stretch; then gathered parameters; then those of the blocks.
+    Storages: what lies beside, of each stretch and kind; then gathered parameters; then those of the blocks.
     """
 
     def __init__(
         self, stretches: Sequence[Stretch], graphs: Mapping[str, Trace], gathers: Mapping[str, Gather]
     ) -> None:
         self._graphs, self._gathers = graphs, gathers
-        initial = len(stretches) + len(gathers)
+        initial = len(stretches) * len(KINDS) + len(gathers)
         sizes = accumulate((len(g.storages) for g in graphs.values()), initial=initial)
         self.starts = {b: {STORAGE: n} for b, n in zip(graphs, sizes, strict=False)}
         self.ranges: list[tuple[int, int]] = []
@@ -191,11 +221,12 @@ class _Composing:
             if after.what == BACKWARD and (g := gathers.get(after.block)):
                 rows.append(_row(f"take {g.block}", phase, inputs=(made[g.block],), reads=(g.storage,)))
             at = len(rows)
-            rows.append(_row(f"beside {s.what} {s.block}".strip(), phase, flags=EAGER, writes=(k,)))
+            writes = (*range(k * len(KINDS), (k + 1) * len(KINDS)),)
+            rows.append(_row(f"beside {s.what} {s.block}".strip(), phase, flags=EAGER, writes=writes))
             if s.what in (FORWARD, BACKWARD) and s.block in graphs:
                 rows += self._ops(s.block, s.what, at + 1)
             self.ranges.append((at, len(rows)))
-        self._producers = [*(at for at, _ in self.ranges), *made.values()]
+        self._producers = [*(at for at, _ in self.ranges for _ in KINDS), *made.values()]
         self._ops_table = Ops(**{f.name: tuple(row[f.name] for row in rows) for f in fields(Ops)})
 
     def _op(self, block: str, op: int) -> int:
@@ -222,13 +253,14 @@ class _Composing:
 
     def step(self) -> Trace:
         """The step with nothing beside the blocks."""
-        n = len(self._producers)
+        n, gathers = len(self._producers), self._gathers.values()
+        kinds = [*KINDS] * len(self.ranges)
         table: dict[str, list[Any]] = {
             "name": [self._ops_table.name[op] for op in self._producers],
-            "nbytes": [*(0 for _ in self.ranges), *(g.nbytes for g in self._gathers.values())],
-            "category": [OTHER] * n,
+            "nbytes": [*(0 for _ in kinds), *(g.nbytes for g in gathers)],
+            "category": [*kinds, *(COMMUNICATION for _ in gathers)],
             "producer": [*self._producers],
-            "hold": [*(end - 1 for _, end in self.ranges), *(-1 for _ in self._gathers)],
+            "hold": [*(end - 1 for _, end in self.ranges for _ in KINDS), *(-1 for _ in gathers)],
             "dtype": ["uint8"] * n,
             "shape": [()] * n,
         }
@@ -246,7 +278,8 @@ class _Composing:
         of = next(iter(self._graphs.values())).meta
         meta = TraceMeta(
             model="blocks",
-            device=of.device,
+            mode=REHEARSED_MODE,
+            device=RANK,
             target=of.target,
             forward_ops=(first := ops.phase.index(BACKWARD_PHASE)),
             first_backward_graph_op=first,

@@ -25,7 +25,13 @@ from executor.graphs.graph import Graph
 from executor.training.module import STATE, apply_plan, install, trains
 from executor.training.wrapped import blocks_of, inside
 from tracer.record.program import Program
-from tracer.torch_api import current_graph_task, is_traceable_wrapper_subclass, pytree, replaced
+from tracer.rehearsal.watch import Watch, now_us
+from tracer.torch_api import (
+    current_graph_task,
+    is_traceable_wrapper_subclass,
+    pytree,
+    replaced,
+)
 from traces.errors import SpecError
 from traces.files import canonical_json, write_text
 from traces.records import store
@@ -55,16 +61,16 @@ def _at_first_call(do: Callable[[nn.Module], Any]) -> Iterator[None]:
         hook.remove()
 
 
-def planned(path: str) -> Any:
+def planned(_: Watch, path: str) -> Any:
     """In the body, the model's blocks train by the plans in that file."""
     return _at_first_call(lambda model: apply_plan(model, path))
 
 
 @contextmanager
-def recording(folder: str) -> Iterator[None]:
+def recording(watch: Watch, folder: str) -> Iterator[None]:
     """In the body, the model's blocks train as compiled graphs with everything saved. What was recorded of the last
     step is in the folder then: a trace for each graph, and STEP."""
-    recorder = Recorder()
+    recorder = Recorder(watch)
     with _at_first_call(recorder.watch):
         hook = register_optimizer_step_pre_hook(lambda *_: recorder.mark(REST))
         reduce = {k: partial(recorder.reduce, getattr(dist, k)) for k in REDUCE if hasattr(dist, k)}
@@ -98,10 +104,10 @@ class _Saving(Compiler):
 class Recorder:
     """One forward and backward through the blocks: which graph each ran as, and what memory there was in between."""
 
-    def __init__(self) -> None:
-        self._compiler = _Saving()
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._compiler = watch, _Saving()
         self._graphs: dict[str, int] = {}  # of the blocks in the order of their calls; -1: it ran as none
-        # What begins, of which block; until the next: the peak, and what is reduced, in bytes.
+        # What begins, of which block; the bytes that are reduced until the next; and when it begins.
         self._marks: list[list[Any]] = []
         # Of blocks under fully_shard: the names of parameters in shards, and the ranks that hold these.
         self._sharded: dict[str, tuple[list[str], set[int]]] = {}
@@ -122,15 +128,12 @@ class Recorder:
 
     def mark(self, what: str, path: str = "") -> None:
         """Something begins."""
-        if self._marks:
-            self._marks[-1][2] = int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
-        torch.cuda.reset_peak_memory_stats()
-        self._marks.append([what, path, 0, 0])
+        self._marks.append([what, path, 0, now_us()])
 
     def reduce(self, reduce: Callable[..., Any], output: Any, input: Any, **given: Any) -> Any:
         """Call a reduce-scatter of torch's, and count its input."""
         if self._marks:
-            self._marks[-1][3] += input.nbytes
+            self._marks[-1][2] += input.nbytes
         return reduce(output, input, **given)
 
     def _begin(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -180,7 +183,9 @@ class Recorder:
         self.mark(REST)
         for k, trace in enumerate(self._compiler.traces):
             store.save(trace, folder / str(k))
-        told = {"graphs": [*self._graphs.items()], "marks": self._marks[:-1], "gathers": self._gathers}
+        held = self._watch.held([began_us for *_, began_us in self._marks])
+        marks = [[*mark, by_category] for (*mark, _), by_category in zip(self._marks, held, strict=True)][:-1]
+        told = {"graphs": [*self._graphs.items()], "marks": marks, "gathers": self._gathers}
         write_text(folder / STEP, canonical_json(told))
 
 

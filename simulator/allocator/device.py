@@ -14,7 +14,7 @@ from simulator.core.limits import parse_budget
 from simulator.core.problem import Problem, Replay
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
-from traces.records.trace import TraceMeta
+from traces.records.trace import RANK, TraceMeta
 from traces.units import show_bytes
 
 CPU: Final = "cpu"
@@ -75,7 +75,7 @@ def device_memory(
     entry = None if gpu is None else device(gpu)
     if kind is None:
         kind = CPU if entry is None else entry.kind
-    if entry is not None and entry.kind != kind:
+    if entry is not None and kind not in (entry.kind, RANK):
         other = "trace it with --target NAME" if entry.kind == CUDA else "give the GPU that it was traced for"
         raise SpecError(
             f"--gpu {gpu}: the trace holds the graph of a {kind.upper()} and this device is a "

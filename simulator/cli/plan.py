@@ -21,6 +21,7 @@ from simulator.cli.options import (
 from traces.commands import Grouped, Output, OutputFile, Refused, output_options
 from traces.errors import SpecError
 from traces.files import check_writable
+from traces.records.trace import RANK
 
 if TYPE_CHECKING:
     from simulator.prediction.ask import Answer
@@ -123,7 +124,11 @@ def summary(found: Answer, at_sizes: list[str], output: Path | None, verbose: bo
         sentence, parts = at_peak(c)
         largest = holders(c.step.trace, c.planned, most=TOP_HOLDERS).without("op", "shape")
         lines += [sentence, *parts.lines(), *largest.lines()]
-    if output is not None:
+    if c.trace.meta.device == RANK:
+        lines.append(
+            "Next: `execute rehearse --budget` plans the blocks of this rank so that they train by it."
+        )
+    elif output is not None:
         lines.append(f"Next: execute {shlex.quote(str(output))}")
     elif c.plan.changes:
         lines.append("Next: save the plan with -o plan.json, then run `execute plan.json`.")

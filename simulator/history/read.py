@@ -13,19 +13,17 @@ from simulator.allocator.device import kind_of
 from simulator.allocator.replay import load_plain
 from simulator.core.problem import holdings
 from simulator.history.run import NO_MODULE, History, of_layers, parts_of
-from simulator.history.snapshot import OTHER, history_of
+from simulator.history.snapshot import history_of
 from simulator.planners.outcome import where
 from simulator.prediction.ask import Question, problem_of, simulate
 from simulator.prediction.step import Prediction
 from traces.errors import SpecError, TraceError
 from traces.records.measurement import Measurement
-from traces.records.trace import ACTIVATION, BUFFER, GRADIENT, PARAMETER, WORKSPACE
+from traces.records.trace import BUFFER, HELD, PARAMETER, WORKSPACE
 
 KNOWN: Final = (
     "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`, `execute PLAN -o`"
 )
-# A rehearsal's words for what a trace calls otherwise.
-NAMES: Final = {"parameters": PARAMETER, "gradients": GRADIENT, "activations": ACTIVATION, "the rest": OTHER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +109,7 @@ def _rehearsed(name: str, r: Mapping[str, Any]) -> History:
     phases: Mapping[str, Mapping[str, int]] = r["iterations"][-1]["phases"]
     peaks = {phase: p["requested_bytes"] for phase, p in phases.items()}
     highest = max(peaks, key=peaks.__getitem__)
-    categories = {NAMES.get(k, k): n for k, n in r["at_the_peak"].items()}
+    categories = {HELD[k]: n for k, n in r["at_the_peak"].items()}
     told = [("", row["line"].partition(":")[0], row["line"], row["requested_bytes"]) for row in r["alive"]]
     in_smaller_lines = max(0, sum(categories.values()) - sum(row[-1] for row in told))
     told.append(("", "", "", in_smaller_lines))

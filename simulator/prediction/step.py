@@ -16,7 +16,7 @@ from traces.errors import SpecError
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, RESERVED, Action, Plan, PredictionWarning
-from traces.records.trace import CUDNN_DECIDES, VIEW, Trace, TraceMeta
+from traces.records.trace import CUDNN_DECIDES, FAKE, REHEARSED_MODE, VIEW, Trace, TraceMeta
 from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
@@ -181,7 +181,6 @@ def untaken(c: Prediction) -> Replay:
 
 UNKNOWN: Final = "none"  # keys of a trace's `workspace`
 APPROXIMATE: Final = "approximate"
-FAKE, REHEARSED_MODE = "fake", "rehearsed"  # modes of a trace
 NOTABLE_PERCENT: Final = 2  # an underestimate by more than this is not left without a warning
 UNTOUCHED, UNTOUCHED_LESS = "untouched-needs-more", "untouched-needs-less"
 # Code -> its sentences, each with the figure without which, or the subject for which, it stands ("": always). Bytes are

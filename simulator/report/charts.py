@@ -27,7 +27,7 @@ PINK, SKY, SAND, GREY = "#cc79a7", "#56b4e9", "#b8a13a", "#8c8c8c"
 INK, QUIET = "#111827", "#475467"  # which the page's style sheet turns over where it is dark
 COLOURS: Final = {
     "parameter": BLUE, "optimizer state": PINK, "buffer": GREY, "input": GREEN, "gradient": ORANGE,
-    "activation": SKY, "other": SAND, "workspace": "#5a4fcf",
+    "gathered and reduced": RED, "activation": SKY, "other": SAND, "workspace": "#5a4fcf",
 }  # fmt: skip
 IS_SAVED, RECOMPUTED = "saved", "recomputed"
 UNABLE = "saved: may not be recomputed"

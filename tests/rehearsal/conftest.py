@@ -15,13 +15,8 @@ from traces.devices import device
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     preload = driver_environment(find_cuda_torch(), device("h100"))["LD_PRELOAD"]
-    modules = (
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "tracer.rehearsal.perform",
-        "tracer.api",
-        "executor.measuring",
-    )
+    torch = ("torch._dynamo", "torch.distributed.fsdp")
+    modules = (*torch, "tracer.rehearsal.perform", "tracer.api", "executor.measuring")
     with forking(tmp_path_factory.mktemp("forks"), preload, *modules) as client:
         yield client
 

@@ -12,11 +12,15 @@ from click.testing import Result
 from executor.cli.main import execute
 from executor.rehearsed.budget import RECORD
 from executor.rehearsed.record import STEP
+from simulator.core.problem import Problem, peak_by_category
+from simulator.prediction.ask import plan
 from tests.commands import call
 from tests.rehearsal.test_rehearsal import script
 from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.run import rehearse
 from traces.records.plan import BlockPlans
+from traces.records.store import check_fingerprints, load
+from traces.records.trace import COMMUNICATION, HELD
 from traces.units import GIB
 
 pytestmark = pytest.mark.rehearsal
@@ -150,6 +154,25 @@ def test_tensor_parallel_blocks_are_refused(tmp_path: Path) -> None:
     assert (done.exit_code, "are DTensors while it runs" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize("model", ["fsdp2()", pytest.param("ddp()", marks=pytest.mark.slow)])
+def test_a_ranks_step_is_recorded_with_what_is_gathered_and_reduced(tmp_path: Path, model: str) -> None:
+    program, place = script(tmp_path, RANK.replace("MODEL", model)), tmp_path / "rank"
+    given = ("rehearse", program, "--gpu", "h100", "--iterations", 3, "--ranks", 8, "--json", "-q")
+    told = answer_of(call(execute, *given, "--trace", place))
+    trace = load(place)
+    check_fingerprints(trace, place, graph=True)
+    run = Problem(trace).replay()
+    assert run.timeline.peak_allocated_bytes == told["steady"]["requested_bytes"]
+    held = {HELD[what]: nbytes for what, nbytes in told["at_the_peak"].items()}
+    found = peak_by_category(trace, run.schedule, run.timeline)
+    assert {kind: found[kind] for kind in held} == held
+    kinds = {k for k, n in zip(trace.storages.category, trace.storages.nbytes, strict=True) if n}
+    assert COMMUNICATION in kinds
+    plan(trace, "80%").save(tmp_path / "plan.json")
+    refused = call(execute, tmp_path / "plan.json", "--device", "cuda")
+    assert (refused.exit_code, "come from `execute rehearse --budget`" in refused.output) == (2, True)
+
+
 def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
     program = script(tmp_path, ALONE)
     for words in (["--ranks", "1,2"], ["--iterations", "2"], ["--plan", program]):
@@ -166,7 +189,7 @@ def of_rank(folder: Path, reshard: bool | int, shape: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reshard", "shape", "budget", "words"),
-    [(False, "2, 256", "98%", ()), (True, "8, 256", "3GiB", ("--nodes", "2", "--network", "50"))],
+    [(False, "2, 256", "98%", ()), (True, "8, 256", "3GiB", ("--nodes", "2", "--network", "20"))],
 )
 def test_gathered_parameters_go_where_memory_is_short_and_stay_where_the_network_is_slow(
     tmp_path: Path, reshard: bool, shape: str, budget: str, words: tuple[str, ...]

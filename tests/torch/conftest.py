@@ -16,9 +16,12 @@ import pytest
 from executor.measuring import Job
 from tests.commands import ROOT, python
 from tests.forked import forking
+from tests.torch.steps import measured
 from tracer.rehearsal import run
+from tracer.step.step import load_spec
 from traces.errors import EnvironmentProblem
 from traces.records.plan import Plan
+from traces.records.trace import Trace
 
 
 def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
@@ -27,6 +30,11 @@ def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
     assert "Traceback" not in done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)  # exactly one object
     return answer
+
+
+@pytest.fixture(scope="module")
+def trace(request: pytest.FixtureRequest) -> Trace:  # the measured step of a module's SPEC
+    return measured(load_spec(request.module.SPEC, {}))
 
 
 # Reads jobs, one a line, and answers with the peak of each iteration.

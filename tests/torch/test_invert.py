@@ -18,7 +18,6 @@ from simulator.levers.pack import offer as packable
 from simulator.planners import plan_with
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
-from tests.torch.steps import measured
 from tracer.step.step import load_spec
 from traces.records.plan import Plan, Rewrite
 from traces.records.trace import Trace
@@ -53,11 +52,6 @@ def net() -> small_nets.Built:
 
 
 SPEC = f"{Path(__file__).resolve()}:net"
-
-
-@pytest.fixture(scope="module")
-def trace() -> Trace:
-    return measured(load_spec(SPEC, {}))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from simulator.levers import LEVERS, exactness_of, offload, rewritten_problem
 from simulator.planners import plan_with
 from tests.torch import small_nets
 from tests.torch.conftest import Measurer
-from tests.torch.steps import measured, program
+from tests.torch.steps import program
 from tracer.step.step import load_spec
 from traces.records.plan import EXACT, Plan, Rewrite
 from traces.records.trace import Trace
@@ -51,11 +51,6 @@ def net() -> small_nets.Built:
 
 
 SPEC = f"{Path(__file__).resolve()}:net"
-
-
-@pytest.fixture(scope="module")
-def trace() -> Trace:
-    return measured(load_spec(SPEC, {}))
 
 
 @pytest.fixture(scope="module")

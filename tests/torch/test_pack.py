@@ -22,7 +22,6 @@ from simulator.levers.pack import offer
 from simulator.prediction import ask as api
 from tests.torch import small_nets, steps
 from tests.torch.conftest import Measurer
-from tests.torch.steps import measured
 from tracer.step.step import load_spec
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Plan, Rewrite, label_actions
@@ -63,11 +62,6 @@ SPEC = f"{Path(__file__).resolve()}:net"
 EXACT = ("bits", "narrow8", "narrow16", "narrow32")
 LOSSY = tuple(name for name, rule in FORMATS.items() if not rule.exact)
 QUICK = ("fp8_e4m3", "int4", "fewbit3")  # one of each kind
-
-
-@pytest.fixture(scope="module")
-def trace() -> Trace:
-    return measured(load_spec(SPEC, {}))
 
 
 def packed(trace: Trace, *kinds: str) -> tuple[Rewrite, ...]:

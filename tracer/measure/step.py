@@ -31,7 +31,7 @@ from tracer.step.step import BuildStep
 from traces.errors import TraceError
 from traces.progress import Say, counted, silent
 from traces.provenance import alloc_conf, rehearsing
-from traces.records.trace import VIEW, settle
+from traces.records.trace import REHEARSED_MODE, VIEW, settle
 from traces.units import show_time
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
@@ -96,7 +96,7 @@ def measure(
         for t, e, created, row in zip(times, events, draft.created_bytes, draft.rows, strict=True)
     )
     header: dict[str, Any] = {
-        "mode": "rehearsed" if rehearsed else "real",
+        "mode": REHEARSED_MODE if rehearsed else "real",
         "device": device.partition(":")[0],
         "alloc_conf": alloc_conf() if cuda else "",
         "threads": 0 if cuda else torch.get_num_threads(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from linecache import getline
 from pathlib import Path
 from typing import Any, Final
@@ -13,13 +14,11 @@ import torch
 
 from tracer.rehearsal.record import Alive
 from tracer.step.user_errors import is_foreign
-from traces.records.trace import BACKWARD, FORWARD
+from traces.records.trace import BACKWARD, FORWARD, HELD
 
 MOST_LINES: Final = 20  # of those that hold memory at the peak, and of those that read values
 BEFORE: Final = "before"  # the first iteration
-PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
-COMMUNICATION, ACTIVATIONS, REST = "gathered and reduced", "activations", "the rest"
-CATEGORIES: Final = (PARAMETERS, GRADIENTS, STATE, COMMUNICATION, ACTIVATIONS, REST)
+PARAMETERS, GRADIENTS, STATE, COMMUNICATION, ACTIVATIONS, REST = HELD
 _PASSED_BY: Final = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/torch/distributed/c10d_logger.py")
 _COMMUNICATING: Final = (
     "/torch/distributed/",
@@ -45,59 +44,74 @@ def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     return found
 
 
-def at_the_peak(
-    events: list[Event],
-    began_us: int,
-    owned: Mapping[int, str],
-    owned_us: int,
-    phase_at: Callable[[int], str],
-) -> tuple[tuple[Alive, ...], dict[str, int]]:
-    """What was in use at the highest point since `began_us`, and its bytes by category. `owned`: addresses of
-    parameters, gradients and state, as they were at `owned_us`."""
-    blocks: dict[int, Event] = {}
-    now = highest = 0
-    at = -1
-    for k, event in enumerate(events):
-        now += _step(blocks, event)
-        if now > highest and event["time_us"] >= began_us:
-            highest, at = now, k
-    blocks = {}
-    for event in events[: at + 1]:
-        _step(blocks, event)
-    held = list(blocks.values())
-    for event in events[at + 1 :]:
-        if event["time_us"] > owned_us:
-            break
-        _step(blocks, event)
-    addresses = sorted(owned)
+def by_line(held: Iterable[Event], phase_at: Callable[[int], str]) -> tuple[Alive, ...]:
+    """What was in use, by the line that asked for it and the phase in which, the largest first."""
     sizes: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
-    categories = dict.fromkeys(CATEGORIES, 0)
     for event in held:
-        line, _ = innermost((f["filename"], f["line"], f["name"]) for f in event["frames"])
-        key = line, phase = line, phase_at(event["time_us"])
+        key = _line(event), phase_at(event["time_us"])
         sizes[key] += event["size"]
         counts[key] += 1
-        k = bisect_left(addresses, event["addr"])
-        inside = k < len(addresses) and addresses[k] < event["addr"] + event["size"]
-        if inside and blocks.get(event["addr"]) is event:
-            categories[owned[addresses[k]]] += event["size"]
-        else:
-            categories[_category(event["frames"], phase, line)] += event["size"]
-    lines = tuple(
+    return tuple(
         Alive(line=line, phase=phase, blocks=counts[line, phase], requested_bytes=size)
         for (line, phase), size in sizes.most_common(MOST_LINES)
     )
-    return lines, categories
 
 
-def _category(frames: Iterable[Mapping[str, Any]], phase: str, line: str) -> str:
+def held_at_peaks(events: Sequence[Event], begins_us: Sequence[int]) -> list[list[Event]]:
+    """What was in use at the highest point of each stretch of time, until the next begins."""
+    blocks: dict[int, Event] = {}
+    levels = [*accumulate((_step(blocks, event) for event in events), initial=0)]
+    times = [event["time_us"] for event in events]
+    ends = [*(bisect_left(times, begins) for begins in begins_us), len(events)]
+    highest = [max(range(a, b + 1), key=levels.__getitem__) for a, b in pairwise(ends)]
+    blocks, found = {}, {}
+    wanted = {*highest}
+    for k, event in enumerate((*events, {"action": ""})):
+        if k in wanted:
+            found[k] = [*blocks.values()]
+        _step(blocks, event)
+    return [found[k] for k in highest]
+
+
+def by_category(
+    held: Iterable[Iterable[Event]],
+    events: Sequence[Event],
+    owned: Mapping[int, str],
+    owned_us: int,
+    phase_at: Callable[[int], str],
+) -> Iterator[dict[str, int]]:
+    """The bytes by category of what `held_at_peaks` found. `owned`: addresses of parameters, gradients and state, as
+    they were at `owned_us`."""
+    there: dict[int, Event] = {}
+    for event in events[: bisect_right([event["time_us"] for event in events], owned_us)]:
+        _step(there, event)
+    addresses = sorted(owned)
+    known: dict[int, str] = {}  # by identity, since an event is held at many peaks
+    for each in held:
+        found = dict.fromkeys(HELD, 0)
+        for event in each:
+            if (kind := known.get(id(event))) is None:
+                k = bisect_left(addresses, event["addr"])
+                inside = k < len(addresses) and addresses[k] < event["addr"] + event["size"]
+                mine = inside and there.get(event["addr"]) is event
+                kind = owned[addresses[k]] if mine else _category(event, phase_at(event["time_us"]))
+                known[id(event)] = kind
+            found[kind] += event["size"]
+        yield found
+
+
+def _line(event: Event) -> str:
+    return innermost((f["filename"], f["line"], f["name"]) for f in event["frames"])[0]
+
+
+def _category(event: Event, phase: str) -> str:
     """What a block is that nobody owns: of code for several ranks, if that asked for it, or of forward."""
-    asked = (f["filename"] for f in frames if f["filename"].endswith(".py"))
+    asked = (f["filename"] for f in event["frames"] if f["filename"].endswith(".py"))
     inner = next((f for f in asked if not f.endswith(_PASSED_BY)), "")
     if any(part in inner for part in _COMMUNICATING) and "/torch/distributed/tensor/" not in inner:
         return COMMUNICATION
-    return ACTIVATIONS if phase == FORWARD or (phase == BACKWARD and line) else REST
+    return ACTIVATIONS if phase == FORWARD or (phase == BACKWARD and _line(event)) else REST
 
 
 def _step(blocks: dict[int, Event], event: Event) -> int:

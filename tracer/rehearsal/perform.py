@@ -77,7 +77,7 @@ def do(
         watch = Watch(most_iterations=most, device=local_rank, settle=settle, words=words)
         others = absent_ranks(fields["rank"], ranks, local_rank, words, null_driver())
     try:
-        beside = pkgutil.resolve_name(around[0])(*around[1:]) if around else nullcontext()
+        beside = pkgutil.resolve_name(around[0])(watch, *around[1:]) if around else nullcontext()
         with watch.watching(), initialisers_without_values(), others, beside:
             if script:
                 _script(model, arguments, watch, module=module)

@@ -65,7 +65,7 @@ def rehearse(
         script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
         apply: the "module:function" that applies a plan, which takes the model and returns the one to call, and what
             else it takes: the plan's file.
-        around: the "module:function" of a context in which the loop or the script runs, and its arguments.
+        around: the "module:function" of a context in which the loop or the script runs; what it takes after the Watch.
         shard: the "module:function" that makes the step of one of several ranks of the step that was built, its model
             on the CPU, and its arguments.
         iterations: how many are run, by default as many as a prediction plays; a script's are optimizer steps.

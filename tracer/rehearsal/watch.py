@@ -13,13 +13,22 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
-from tracer.rehearsal.peak import BEFORE, MOST_LINES, at_the_peak, innermost, owned_by
+from tracer.rehearsal.peak import (
+    BEFORE,
+    MOST_LINES,
+    Event,
+    by_category,
+    by_line,
+    held_at_peaks,
+    innermost,
+    owned_by,
+)
 from tracer.rehearsal.record import (
     ASSUMED,
     HOST_READ,
@@ -81,7 +90,7 @@ class Watch:
         """An iteration begins. Until a module is called it goes on as the one before it ended, with its gradients."""
         self._loop.enter(OPTIMIZER if self.iterations else FORWARD)
         self._phases = {}
-        self._this_us = _now_us()
+        self._this_us = now_us()
 
     def end(self) -> None:
         """It ends; the next begins."""
@@ -97,7 +106,7 @@ class Watch:
     def _enter(self, phase: str) -> None:
         self._take()
         self._phase = phase
-        self._marks.append((_now_us(), phase))
+        self._marks.append((now_us(), phase))
 
     def _take(self) -> None:
         """Add the peaks since the last call to the phase that was."""
@@ -146,7 +155,7 @@ class Watch:
         if any(isinstance(p, FakeTensor) for group in optimizer.param_groups for p in group["params"]):
             return  # `fit` records a step
         self._owned |= owned_by(optimizer)
-        self._owned_us = _now_us()
+        self._owned_us = now_us()
         if not self._most:
             return
         self._optimizer = self._optimizer or id(optimizer)
@@ -218,6 +227,16 @@ class Watch:
         )
         return tuple(Communicator(ranks=r[0], nbytes=r[1]) for r in reversed(rows)), most
 
+    def held(self, begins_us: Sequence[int]) -> Iterator[dict[str, int]]:
+        """What was in use at the highest point of each stretch of time, by category; call it inside `watching`."""
+        events = cuda_memory_snapshot()["device_traces"][self._device]
+        return self._by_category(held_at_peaks(events, begins_us), events)
+
+    def _by_category(
+        self, held: Iterable[Iterable[Event]], events: Sequence[Event]
+    ) -> Iterator[dict[str, int]]:
+        return by_category(held, events, self._owned, self._owned_us, self._phase_at)
+
     def at_the_peak(self) -> tuple[tuple[Alive, ...], dict[str, int]]:
         """Return what was in use at the highest point of the last iteration, by the line that asked for it and by
         category.
@@ -225,7 +244,8 @@ class Watch:
         Call it after `watching`.
         """
         events = dict(enumerate(self.snapshot.get("device_traces", []))).get(self._device, [])
-        return at_the_peak(events, self._began_us, self._owned, self._owned_us, self._phase_at)
+        (held,) = held_at_peaks(events, [self._began_us])
+        return by_line(held, self._phase_at), next(self._by_category([held], events))
 
     def _phase_at(self, time_us: int) -> str:
         found = BEFORE
@@ -234,6 +254,11 @@ class Watch:
                 break
             found = phase
         return found
+
+
+def now_us() -> int:
+    """The time as events of torch's memory history have it."""
+    return time.time_ns() // 1000
 
 
 _READ: Final = ctypes.CFUNCTYPE(
@@ -261,10 +286,6 @@ def _line_of(frame: Any) -> tuple[str, str]:
     return innermost(
         (f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)
     )
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000
 
 
 def untimed(compiling: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,8 +87,22 @@ ACTIVATION: Final = "activation"
 OPTIMIZER_STATE: Final = "optimizer state"
 INPUT: Final = "input"
 WORKSPACE: Final = "workspace"
+COMMUNICATION: Final = "gathered and reduced"
 OTHER: Final = "other"
-CATEGORIES: Final = (PARAMETER, OPTIMIZER_STATE, BUFFER, INPUT, GRADIENT, ACTIVATION, OTHER, WORKSPACE)
+CATEGORIES: Final = (
+    PARAMETER, OPTIMIZER_STATE, BUFFER, INPUT, GRADIENT, COMMUNICATION, ACTIVATION, OTHER, WORKSPACE
+)  # fmt: skip
+FAKE, REHEARSED_MODE = "fake", "rehearsed"  # modes of a trace
+RANK: Final = "rank"  # the device of a step that is composed of a rank's blocks
+# As a rehearsal tells what it held at the peak: its words, and the category.
+HELD: Final = {
+    "parameters": PARAMETER,
+    "gradients": GRADIENT,
+    OPTIMIZER_STATE: OPTIMIZER_STATE,
+    COMMUNICATION: COMMUNICATION,
+    "activations": ACTIVATION,
+    "the rest": OTHER,
+}
 
 # Reasons why an op may not run a second time, and what kind of op it is (bits of `Ops.flags`).
 RANDOM: Final = 1  # draws from a random generator
