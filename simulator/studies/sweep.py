@@ -16,6 +16,7 @@ from simulator.studies.rows import columns
 from simulator.studies.tracing import Traced
 from traces.errors import TraceError
 from traces.files import Form, JsonRecord
+from traces.isolated import keeping
 from traces.progress import Say, counted
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED
@@ -108,7 +109,8 @@ class Sweep(JsonRecord):
 def sweep(traced: Traced, batch_sizes: Sequence[int], question: Question, say: Say) -> Sweep:
     """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`. Raises
     LowtideError: one could not be traced; where no plan fits there is a row."""
-    traces = dict(zip(batch_sizes, traced.each(batch_sizes, say), strict=True))
+    with keeping(traced.key):
+        traces = dict(zip(batch_sizes, traced.each(batch_sizes, say), strict=True))
     each = counted(traces.items(), lambda item: f"planning batch {item[0]}", say)
     rows = tuple(_row(traced, question, trace, batch_size) for batch_size, trace in each)
     *_, meta = (trace.meta for trace in traces.values())

@@ -12,15 +12,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 from traces.errors import EnvironmentProblem, LowtideError, TraceError
 from traces.files import canonical_json, write_text
+from traces.isolated import run_fresh
 from traces.model_spec import short_name, source_digest
 from traces.processes import ending_with_this
 from traces.progress import Say, counted
@@ -39,9 +41,8 @@ class Traced:
     model: str
     directory: Path  # of traces and plans, which are used again
     words: tuple[str, ...] = ()  # further ones for `trace`, such as --seq-len 512
-    dask: str = (
-        ""  # address of the scheduler whose workers, on the same files, run `trace`; "": this machine does
-    )
+    dask: str = ""  # address of the scheduler whose workers, on the same files, run `trace`; "": it runs here
+    key: str = field(default_factory=lambda: uuid4().hex)  # of processes that trace one size after another
 
     @classmethod
     def of(
@@ -60,20 +61,25 @@ class Traced:
         made_by = canonical_json([self.model, self.words, source_digest(self.model), versions])
         return self.directory / f"traces-{sha256(made_by.encode()).hexdigest()[:8]}" / f"b{batch_size}"
 
+    @property
+    def at_once(self) -> int:
+        """How many sizes are traced at once: where they are measured, one."""
+        measured = any(word.partition("=")[0] == "--device" for word in self.words)
+        return 1 if measured else AT_ONCE * (2 if self.dask else 1)
+
     def each(self, batch_sizes: Sequence[int], say: Say) -> list[Trace]:
-        """The traces at some batch sizes, used again or made: two at once, or one after another where they are
-        measured. Raises LowtideError: `trace` failed; with what it wrote."""
+        """The traces at some batch sizes, used again or made: two at once, by processes that go on to other sizes, or
+        one by one where they are measured. Raises LowtideError: `trace` failed; with what it wrote."""
         found: dict[int, Trace] = {}
         for n in batch_sizes:
             with suppress(TraceError):
                 found[n] = load(self.path(n))
                 say(f"batch {n}: using {self.path(n)}")
-        measured = any(word.partition("=")[0] == "--device" for word in self.words)
         words = ["tracer", self.model, *self.words, "--force", "--batch-size"]
-        jobs = [
-            ([*words, str(n), "-o", str(self.path(n))], f"batch {n}") for n in batch_sizes if n not in found
-        ]
-        self._run(jobs, "traced", 1 if measured else AT_ONCE, say)
+        places = {n: str(self.path(n)) for n in batch_sizes if n not in found}
+        kept = self.key if self.at_once > 1 else ""
+        jobs = [([*words, str(n), "-o", at], f"batch {n}", "", kept) for n, at in places.items()]
+        self._run(jobs, "traced", self.at_once, say)
         return [found[n] if n in found else load(self.path(n)) for n in batch_sizes]
 
     def rehearsed(self, batch_sizes: Sequence[int], say: Say) -> list[dict[str, Any]]:
@@ -90,7 +96,7 @@ class Traced:
             say(f"{', '.join(what for _, what, *_ in jobs)}: to be {done}")
             with workers(self.dask, at_once) as pool:
                 answers = pool.map(run_command, *zip(*jobs, strict=True))
-                list(counted(answers, lambda _: done, say, len(jobs)))
+                list(counted(answers, lambda _: done, say, len(jobs)) if len(jobs) > 1 else answers)
 
 
 @contextmanager
@@ -158,17 +164,25 @@ def between(low: tuple[int, Trace], high: tuple[int, Trace], size: int) -> Trace
     return replace(made, ops=replace(made.ops, events=events))
 
 
-def run_command(words: Sequence[str], what: str, answer: str = "") -> None:
+def run_command(words: Sequence[str], what: str, answer: str = "", kept: str = "") -> None:
     """Run `python -m` with these words in a process of its own; the JSON that it answers, if any, goes to a file.
+    `kept`: `trace` runs in a process that may have run it before, for the same key.
 
     Raises:
         LowtideError: it failed; with what it wrote. That a GPU's memory does not suffice is an answer.
     """
+    of, *others = words
+    if kept:
+        try:
+            run_fresh(f"{of}.cli.main:answer", {"words": [*others, "-q"]}, what=f"traced {what}", kept=kept)
+        except LowtideError as error:
+            raise LowtideError(f"{what} could not be traced: {error}") from None
+        return
     command = [sys.executable, "-m", *words, "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
     if answer and done.stdout.startswith("{"):
         write_text(answer, done.stdout)
     elif done.returncode:
         said = done.stderr.strip().removeprefix("Error: ")
-        told = said or f"`{words[0]}` ended with exit code {done.returncode}"
+        told = said or f"`{of}` ended with exit code {done.returncode}"
         raise LowtideError(f"{what} could not be {'rehearsed' if answer else 'traced'}: {told}")

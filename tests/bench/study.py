@@ -32,15 +32,7 @@ from traces.files import write_text
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
 from traces.records.store import load
-from traces.records.trace import (
-    ACTIVATION,
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER_STATE,
-    PARAMETER,
-    PHASES,
-    Trace,
-)
+from traces.records.trace import ACTIVATION, BACKWARD, FORWARD, OPTIMIZER_STATE, PARAMETER, PHASES, Trace
 from traces.units import show_percent
 
 WAYS: Final = {
@@ -422,10 +414,7 @@ def added_table(study: Study, step: Step) -> Table:
 
     return table(
         [BOUND, *PLANNERS],
-        (
-            ("planner", "", lambda p: named(p)),
-            *((b, NUMBER, lambda p, b=b: cell(p, b)) for b in BUDGETS),
-        ),
+        (("planner", "", lambda p: named(p)), *((b, NUMBER, lambda p, b=b: cell(p, b)) for b in BUDGETS)),
         caption=f"{step.title}: added time by budget. Red: no plan within the budget. Each search had "
         f"{SECONDS:g} s of one processor{step.source}",
     )

@@ -22,10 +22,10 @@ def test_two_workers_trace_a_sweep_once(tmp_path: Path) -> None:
         traced = Traced.of(f"{NET}:residual", tmp_path, "sweep", (), cluster.scheduler_address)
         found = traced.each([2, 4, 6, 8], said.append)
         assert [t.meta.batch_size for t in found] == [2, 4, 6, 8]
-        assert said[-1] == "2 of 2: traced"
+        assert said[-1] == "4 of 4: traced"
         again = traced.each([2, 4, 6, 8], said.append)
         assert again == found
-        assert sum(line.endswith(": traced") for line in said) == 2
+        assert sum(line.endswith(": traced") for line in said) == 4
         with pytest.raises(LowtideError, match="could not be traced"):
             Traced.of("no_such_model", tmp_path, "sweep", (), cluster.scheduler_address).each(
                 [2], said.append

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from traces.errors import BudgetError, EnvironmentProblem, LowtideError, OutOfMemoryProblem, is_out_of_memory
-from traces.isolated import error_json, run_fresh
+from traces.isolated import error_json, keeping, run_fresh
 
 Run = Callable[..., dict[str, object]]
 
@@ -78,6 +78,32 @@ def test_errors_of_users_come_back_as_they_were(served: Run) -> None:
         served("raise MemoryError")
     with pytest.raises(EnvironmentProblem, match="ZeroDivisionError"):
         served("1 / 0")
+
+
+@LINUX
+def test_a_process_is_kept_for_calls_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it failed or died; and what the model's own code reads from stdin is none of the calls."""
+    body = "return {'pid': os.getpid(), 'read': sys.stdin.read(), 'of': 1 // (not fails)}"
+    (tmp_path / "lowtide_kept.py").write_text(f"import os, sys\ndef do(fails=False):\n    {body}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def pid(kept: str, **given: bool) -> int:
+        told = run_fresh("lowtide_kept:do", given, what="did it", kept=kept)
+        assert told["read"] == ""
+        return int(told["pid"])
+
+    with keeping("a"), keeping("b"):
+        first = pid("a")
+        assert [pid("a") == first, pid("b") == first, pid("") == first] == [True, False, False]
+        with pytest.raises(EnvironmentProblem, match="ZeroDivision"):
+            pid("a", fails=True)
+        second = pid("a")
+        os.kill(second, signal.SIGKILL)
+        while alive(second):
+            time.sleep(0.02)
+        third = pid("a")
+        assert len({first, second, third}) == 3
+    assert not alive(third)
 
 
 @LINUX

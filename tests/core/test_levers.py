@@ -16,13 +16,7 @@ from simulator.levers.edit import Editing
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import levers
-from simulator.prediction.levers import (
-    Changed,
-    changed_steps,
-    climb,
-    lower_bound,
-    plan_with_levers,
-)
+from simulator.prediction.levers import Changed, changed_steps, climb, lower_bound, plan_with_levers
 from simulator.studies.max_batch import MaxBatch, max_batch
 from simulator.studies.tracing import Traced
 from tests.tiny import bwd, fwd, trace

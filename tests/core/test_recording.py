@@ -12,13 +12,7 @@ import pytest
 
 from simulator.allocator.caching import Allocator, Block, Pool
 from simulator.allocator.replay import load_plain
-from simulator.allocator.settings import (
-    LOWEST_ADDRESS,
-    OLDER_BLOCK,
-    OLDER_SEGMENT,
-    as_in,
-    parse_alloc_conf,
-)
+from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT, as_in, parse_alloc_conf
 from simulator.history.snapshot import recording_of
 from tests import recordings
 from traces.errors import TraceError

@@ -15,14 +15,7 @@ from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.records.plan import RECOMPUTE, Action
-from traces.records.trace import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    OPTIMIZER,
-    WORKSPACE,
-    Trace,
-)
+from traces.records.trace import BACKWARD, FORWARD, GRADIENT, OPTIMIZER, WORKSPACE, Trace
 
 MIB = 1 << 20
 

@@ -154,20 +154,20 @@ class Tracer:
         self.commands: list[list[str]] = []
         self.failing = failing
 
-    def __call__(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        self.commands.append(command[3:])
-        assert command[:3] == [sys.executable, "-m", "tracer"]
+    def __call__(self, function: str, given: dict[str, list[str]], **options: object) -> None:
+        command = given["words"]
+        self.commands.append(command)
+        assert (function, bool(options["kept"])) == ("tracer.cli.main:answer", True)
         size, out = (command[command.index(word) + 1] for word in ("--batch-size", "-o"))
         if self.failing == int(size):
-            return subprocess.CompletedProcess(command, 2, "", "Error: no such model.\n")
+            raise LowtideError("no such model.")
         save(resnet((1, 1), batch=16 * int(size), side=32), out, force=True)
-        return subprocess.CompletedProcess(command, 0, "", "")
 
 
 @pytest.fixture
 def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
     tracer = Tracer()
-    monkeypatch.setattr(tracing.subprocess, "run", tracer)
+    monkeypatch.setattr(tracing, "run_fresh", tracer)
     return tracer
 
 
@@ -190,16 +190,7 @@ def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Pat
     options = ["--seq-len", "7", "--target", "h200", "--optimizer", "adam", "--image-size", "32"]
     done = Sweep.load(directory / "sweep.json")
     assert sorted(tracer.commands) == [
-        [
-            "m",
-            *options,
-            "--force",
-            "--batch-size",
-            str(row.batch_size),
-            "-o",
-            str(directory / row.trace_path),
-            "-q",
-        ]
+        ["m", *options, *f"--force --batch-size {row.batch_size} -o {directory / row.trace_path} -q".split()]
         for row in done.rows
     ]
     assert json.loads(result.stdout) == json.loads(json.dumps(done.to_json()))

@@ -147,12 +147,7 @@ def test_a_model_is_planned_in_parts() -> None:
 
 @pytest.mark.parametrize(
     "whole",
-    [
-        {"budget_of": "reserved"},
-        {"release_gradients": True},
-        {"allow": "fp"},
-        {"levers": ["offload"]},
-    ],
+    [{"budget_of": "reserved"}, {"release_gradients": True}, {"allow": "fp"}, {"levers": ["offload"]}],
     ids=lambda given: next(iter(given)),
 )
 def test_parts_exclude_what_only_a_whole_step_can_be_planned_by(whole: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ import runpy, sys
 from simulator.cli.main import main as simulate
 from simulator.studies import tracing
 from tracer.cli.main import trace
-tracing.run_command = lambda words, what: trace([*words[1:], "-q"], standalone_mode=False)
+tracing.run_command = lambda words, *_: trace([*words[1:], "-q"], standalone_mode=False)
 trace(["my_training.py:build", "--batch-size", "16", "--device", "cpu", "--rounds", "1", "-o", "my-trace"],
       standalone_mode=False)
 simulate(["my-trace", "--budget", "80%", "-o", "my-plan.json"], standalone_mode=False)

@@ -21,7 +21,7 @@ from traces.commands import (
     stdout_free,
     step_options,
 )
-from traces.errors import SpecError
+from traces.errors import LowtideError, SpecError
 from traces.model_spec import short_name
 from traces.progress import counted
 from traces.shapes import Shapes, in_words, label
@@ -96,6 +96,16 @@ def run_model(
         out.say(
             f"Recorded in {seconds:.1f} s. Next: simulate {shlex.quote(str(where))} --budget 60% -o plan.json"
         )
+
+
+def answer(words: list[str]) -> dict[str, Any]:
+    """What the command does with these words, in a process that others start (`traces.isolated`). Raises LowtideError:
+    it failed."""
+    try:
+        trace.main(words, "trace", standalone_mode=False)
+    except click.ClickException as error:
+        raise LowtideError(error.format_message()) from None
+    return {}
 
 
 def default_name(model: str, options: dict[str, Any]) -> str:
