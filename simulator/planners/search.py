@@ -53,17 +53,18 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     greedy = Search(problem, budget_bytes, limits)
     best, bound = cheapest(greedy), bounder_of(problem).bound(budget_bytes)
     least_ns, floor_bytes = problem.trace.time_ns + bound.added_time_ns, bounder_of(problem).floor.peak_bytes
-    good_enough_ns = least_ns + int(CLOSED * problem.trace.time_ns)
+    good_enough_ns = max(least_ns + int(CLOSED * problem.trace.time_ns), limits.enough_ns * limits.hasty)
     short = replace(limits, seconds=min(LOWEST_SECONDS, limits.seconds))
     if best is None and not bound.feasible:
         # The greedy ends where no single step lowers the peak, some percent above what is possible.
-        if budget_bytes < floor_bytes < greedy.lowest_peak_bytes:
+        if budget_bytes < floor_bytes < greedy.lowest_peak_bytes and not limits.enough_ns:
             lower, _ = _shortly(problem, floor_bytes, short)
             greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, lower.lowest_peak_bytes)
     elif best is None or best.time_ns > good_enough_ns:
         ns_per_byte = bound.price_ns / bound.price_bytes
         best = anneal(greedy, best, limits, least_ns, good_enough_ns, ns_per_byte)
-        if best is None:  # the walk that tells how low a peak can be may find what a longer one does not
+        # The walk that tells how low a peak can be may find what a longer one does not.
+        if best is None and not (limits.over and limits.enough_ns):
             best = _shortly(problem, budget_bytes, short)[1]
     if best is None:
         raise refuse(problem, "search", budget_bytes, _reached(problem, greedy.lowest_peak_bytes, short))

@@ -329,13 +329,16 @@ def _planned(a: Answer, say: Say) -> Prediction:
     """The step with the cheapest plan that is found; raises BudgetError: none is within the budget."""
     problem, q, limit, setting = a.asked.problem, a.question, a.budget_bytes, a.asked.setting
     under: dict[Problem, Setting] = {}  # the allocator settings of a step's plan
-    limits, made = q.limits.started(), list[int]()  # the times of steps with the plans that were made
+    # The times of steps with the plans that were made, or looked for in vain.
+    limits, made = q.limits.started(), list[int]()
 
     def make(step: Problem) -> Plan:
-        if made and (limits.over or min(made) <= limits.enough_ns):
+        best_ns, soon = min(made, default=MOST), made and limits.enough_ns
+        if (limits.over and (best_ns < MOST or soon)) or best_ns <= limits.enough_ns:
             raise Infeasible("the time is over, and there is a plan.", {"lowest_peak_bytes": MOST})
+        made.append(MOST)
         plan = (reserved if a.budget_of == RESERVED and limit is not None else one)(step)
-        made.append(plan.predicted["plan"]["step_time_ns"])
+        made[-1] = plan.predicted["plan"]["step_time_ns"]
         return plan
 
     def reserved(step: Problem) -> Plan:

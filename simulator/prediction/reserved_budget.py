@@ -113,7 +113,7 @@ def lower_until_within(
                 budget -= min(max(over, limit_bytes // CLOSE, 1), limit_bytes // STRIDES + 1)
         if low:
             budget = (low + high) // 2
-        enough = clock.over and any(t.reserved_bytes <= limit_bytes for t in tried)
-        if enough or budget < 1 or high - low <= max(1, limit_bytes // CLOSE):
+        enough = clock.enough_ns or any(t.reserved_bytes <= limit_bytes for t in tried)
+        if (enough and clock.over) or budget < 1 or high - low <= max(1, limit_bytes // CLOSE):
             break
     return tried, why

@@ -9,7 +9,9 @@ where a smaller one does not; such islands are not looked for. One of several ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, Unpack
@@ -23,6 +25,7 @@ from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Study, columns
 from simulator.studies.tracing import Traced, between, of_one_structure
 from traces.errors import SpecError
+from traces.isolated import keeping
 from traces.progress import Say, silent
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures
@@ -34,7 +37,7 @@ FIRST: Final = 8  # the first batch size that is traced; the second is STRIDE ti
 STRIDE: Final = 4
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
 RANKS: Final = "Several ranks: fully_shard, a batch on each. `execute rehearse --shard fsdp2 --budget` plans."
-SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time, at first
+SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +105,26 @@ class _Search:
     device: DeviceMemory
     price_percent: float  # of a plan, at most
     say: Say
-    sooner: int = SOONER
+    tracing: Executor
     traces: dict[int, Trace] = field(default_factory=dict)
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
+    begun: dict[int, Future[list[Trace]]] = field(default_factory=dict)
+    # The best plans, which are looked for meanwhile.
+    better: dict[int, Future[tuple[Probe, Prediction]]] = field(default_factory=dict)
+    planning: Executor = field(default_factory=partial(ThreadPoolExecutor, 1))
+
+    def begin(self, *batch_sizes: int) -> list[int]:
+        """Trace meanwhile what is to be tried and is not traced yet; returns which sizes these are."""
+        sizes = sorted({n for n in batch_sizes if 0 < n <= self.top} - self.traces.keys())
+        for n in [n for n in sizes if n not in self.begun]:
+            self.begun[n] = self.tracing.submit(self.model.each, [n], self.say)
+        return sizes
 
     def trace(self, *batch_sizes: int) -> None:
-        """Trace what is to be tried and is not traced yet; what was concluded by the line is forgotten."""
-        sizes = sorted({n for n in batch_sizes if 0 < n <= self.top} - self.traces.keys())
-        self.traces |= zip(sizes, self.model.each(sizes, self.say), strict=True)
+        """Have traced what is to be tried; what was concluded by the line is forgotten."""
+        for n in self.begin(*batch_sizes):
+            (self.traces[n],) = self.begun.pop(n).result()
         self.probes = {n: p for n, p in self.probes.items() if p.traced}
         self.said = {n: self.said[n] for n in self.probes}
 
@@ -152,51 +166,63 @@ class _Search:
         """Return whether a plan within the price fits, any or the best; of what was rehearsed nobody looks for one."""
         if self.without(batch_size):
             return True
-        known = self.probes[batch_size]
-        if (known.plan_fits is None or (known.plan_fits and best)) and batch_size in self.said:
-            p = self._planned(self.said[batch_size].problem, known, best)
-            self.probes[batch_size] = p if p.plan_fits or not known.plan_fits else known
-            self.tell(batch_size, f"a plan fits at {p.overhead_percent:+.2f} %" if p.plan_fits else p.message)
-        return bool(self.probes[batch_size].plan_fits)
+        known, before = self.probes[batch_size], batch_size - self.step
+        if batch_size not in self.said or known.plan_fits is False or (known.plan_fits and not best):
+            return bool(known.plan_fits)
+        if best:
+            ahead = self.better.pop(batch_size, None)
+            self._take(*(ahead.result() if ahead else self._planned(batch_size)))
+        elif not self._take(*self._planned(batch_size, hasty=True)) and known.traced:
+            if before in self.traces and self.probes[before].plan:  # it may be the answer
+                self.better[before] = self.planning.submit(self._planned, before)
+            self._take(*self._planned(batch_size, hasty=False))
+        p = self.probes[batch_size]
+        self.tell(batch_size, f"a plan fits at {p.overhead_percent:+.2f} %" if p.plan_fits else p.message)
+        return bool(p.plan_fits)
+
+    def _take(self, p: Probe, c: Prediction) -> bool:
+        """Take what was found of plans, unless a cheaper plan is known; returns whether one fits."""
+        n, known = p.batch_size, self.probes[p.batch_size]
+        if not known.plan_fits or (p.plan_fits and (p.overhead_percent or 0) < (known.overhead_percent or 0)):
+            if p.plan_fits and p.traced:
+                self.said[n], path = c, f"plan-b{n}.json"
+                c.plan.save(self.model.directory / path)
+                p = replace(p, plan_path=path)
+            self.probes[n] = p
+        return bool(self.probes[n].plan_fits)
 
     def tell(self, batch_size: int, what: str) -> None:
         if batch_size in self.traces:
             self.say(f"batch {batch_size}: {what.split('. ')[0]}")
 
-    def _planned(self, problem: Problem, probe: Probe, best: bool) -> Probe:
-        """The probe with what was found of plans."""
+    def _planned(self, batch_size: int, **how: bool) -> tuple[Probe, Prediction]:
+        """The probe with what was found of plans: of the best, or (`hasty`, or not) of any within the price."""
+        probe, problem = self.probes[batch_size], self.said[batch_size].problem
         c = predict(problem, self.question.setting(problem.trace.meta))
         if c.saved_fit.fits:  # the captured graph alone makes room, which an empty plan runs
             c = completed(c)
-            probe = replace(probe, plan=c.saved_figures, overhead_percent=0.0, plan_fits=True)
-        else:
-            asks, none = self.question, replace(probe, plan_fits=False, message="no plan needs so little")
-            bound = lower_bound(c.problem, self.device.usable_bytes, asks.levers)
-            if not bound.feasible:
-                return none
-            if bound.overhead_percent > self.price_percent:
-                return replace(none, overhead_percent=bound.overhead_percent, message=bound.least())
-            seconds = asks.limits.seconds / (1 if probe.traced else self.sooner)
-            enough_ns = int(c.saved.timeline.step_time_ns * (1 + self.price_percent / 100)) * (not best)
-            limits = replace(asks.limits, seconds=seconds, enough_ns=enough_ns)
-            answer = ask(c.problem, replace(asks, limits=limits))
-            if answer.found is None:
-                return replace(none, message=str(answer.refusal))
-            c, cost = answer.found, answer.found.overhead_percent
-            dear = cost > self.price_percent
-            probe = replace(
-                probe,
-                plan=c.planned_figures,
-                overhead_percent=cost,
-                plan_fits=bool(c.planned_fit.fits) and not dear,
-                message=f"the plan that was found adds {cost:.2f} %" if dear else c.planned_fit.out_of_memory,
-            )
-        if not (probe.plan_fits and probe.traced):
-            return probe
-        self.said[probe.batch_size] = c
-        path = f"plan-b{probe.batch_size}.json"
-        c.plan.save(self.model.directory / path)
-        return replace(probe, plan_path=path)
+            return replace(probe, plan=c.saved_figures, overhead_percent=0.0, plan_fits=True), c
+        asks, none = self.question, replace(probe, plan_fits=False, message="no plan needs so little")
+        bound = lower_bound(c.problem, self.device.usable_bytes, asks.levers)
+        if not bound.feasible:
+            return none, c
+        if bound.overhead_percent > self.price_percent:
+            return replace(none, overhead_percent=bound.overhead_percent, message=bound.least()), c
+        seconds = asks.limits.seconds / (1 if probe.traced else SOONER)
+        enough_ns = int(c.saved.timeline.step_time_ns * (1 + self.price_percent / 100)) * bool(how)
+        limits = replace(asks.limits, seconds=seconds, enough_ns=enough_ns, **how)
+        answer = ask(c.problem, replace(asks, limits=limits))
+        if answer.found is None:
+            return replace(none, message=str(answer.refusal)), c
+        c, cost = answer.found, answer.found.overhead_percent
+        dear = cost > self.price_percent
+        return replace(
+            probe,
+            plan=c.planned_figures,
+            overhead_percent=cost,
+            plan_fits=bool(c.planned_fit.fits) and not dear,
+            message=f"the plan that was found adds {cost:.2f} %" if dear else c.planned_fit.out_of_memory,
+        ), c
 
     def reckoned(self, fits: Callable[[int], bool], low: int, high: int, n: int, stride: int = 1) -> int:
         """The largest batch size that fits while the next does not, looked for from `n` on in growing strides; `low`
@@ -210,17 +236,21 @@ class _Search:
         return low
 
     def confirmed(self, fits: Callable[[int], bool], low: int, n: int) -> int:
-        """The same, traced on both sides; `n`: where it is by the line."""
-        high = self.top + self.step
+        """The same, traced on both sides; `n`: where it is by the line, which is followed from a trace in vain the
+        farther the more there were, or half of what is left: so it ends wherever the line leads."""
+        high, away = self.top + self.step, self.step
         while True:
             self.trace(n, n + self.step)
-            if n > low and not fits(n):
-                high, begin = n, n - self.step
+            if down := n > low and not fits(n):
+                high, begin = n, n - away
             elif n + self.step >= high or not fits(n + self.step):
                 return n
             else:
-                low, begin = n + self.step, n + 2 * self.step
+                low, begin = n + self.step, n + self.step + away
             n = self.reckoned(fits, low, high, begin)
+            least = min(away, max(1, (high - low) // self.step // 2) * self.step)
+            n = min(n, high - least) if down else max(n, low + least - self.step)
+            away *= 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -303,29 +333,33 @@ def max_batch(
     top = maximum // step * step
     if top < step:
         raise SpecError(f"--max {maximum}: there is no multiple of {step} up to it.")
+    traced = Traced.of(model, directory, "max-batch", options, dask)
     search = (_Ranks if ranks > 1 else _Search)(
-        model=Traced.of(model, directory, "max-batch", options, dask),
+        model=traced,
         step=step,
         top=top,
         question=asks,
         device=memory,
         price_percent=budget_overhead_percent,
         say=progress,
+        tracing=ThreadPoolExecutor(traced.at_once),
     )
-    first = min(top, -(-FIRST // step) * step)
-    search.trace(first, min(top, STRIDE * first))
-    without = search.reckoned(search.without, 0, top + step, STRIDE * first, first)
-    with_plan = search.reckoned(
-        search.plan, without, top + step, 2 * max(first, without), max(first, without // 2)
-    )
-    if ranks > 1 or not batch_sizes:
-        search.sooner = 1
-        progress(f"by the line through two traces, batch {without} fits, and with a plan batch {with_plan}")
-        search.trace(*(n + k for n in (without, with_plan) for k in (0, step)))
-        without = search.confirmed(search.without, 0, without)
-        with_plan = search.confirmed(search.plan, without, max(without, with_plan))
-    for n in batch_sizes or [with_plan][:with_plan]:
-        search.plan(n, best=True)
+    first, ahead = min(top, -(-FIRST // step) * step), ranks == 1 and not batch_sizes
+    with keeping(traced.key):
+        search.trace(first, min(top, STRIDE * first))
+        without = search.reckoned(search.without, 0, top + step, STRIDE * first, first)
+        if ahead:
+            search.begin(without, without + step)
+        at, stride = 2 * max(first, without), max(first, without // 2)
+        with_plan = search.reckoned(search.plan, without, top + step, at, stride)
+        if ahead:
+            progress(f"by the line through two traces, {without} fit, and {with_plan} with a plan")
+            search.begin(with_plan, with_plan + step)
+        if ahead or ranks > 1:
+            without = search.confirmed(search.without, 0, without)
+            with_plan = search.confirmed(search.plan, without, max(without, with_plan))
+        for n in batch_sizes or [with_plan][:with_plan]:
+            search.plan(n, best=True)
     return _answer(search, without, with_plan, ranks)
 
 

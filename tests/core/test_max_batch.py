@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from simulator.allocator.reserved import reserved_peak
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.studies.max_batch import MaxBatch, max_batch
+from simulator.studies.max_batch import MaxBatch, _Search, max_batch
 from simulator.studies.tracing import Traced, between
 from tests import tiny
 from tests.commands import simulate
@@ -203,6 +204,18 @@ def test_where_the_line_is_wrong_the_search_goes_on(tmp_path: Path) -> None:
         found = found_in(tmp_path, memory, bent, budget_overhead_percent=0.0)
         best, following = found.probe(found.without_plan), found.probe(found.without_plan + 1)
         assert (best.fits, following.fits) == (True, False)
+
+
+@pytest.mark.parametrize("lead", [min, max])
+@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("limit", [0, 40, 4808, 9600, 65536])
+def test_the_search_ends_however_wrong_the_line_is(lead: Callable[..., int], step: int, limit: int) -> None:
+    """Here it always leads to the least that is left, or the most."""
+    made = set[int]()
+    search: Any = SimpleNamespace(step=step, top=65536, trace=lambda *sizes: made.update(sizes))
+    search.reckoned = lambda fits, low, high, n: lead(low, high - step)
+    assert _Search.confirmed(search, lambda n: n <= limit, 0, 4808) == limit
+    assert len(made) <= 66
 
 
 def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
