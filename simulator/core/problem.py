@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 from simulator.core.facts import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, Facts, transfer_ns
 from simulator.core.schedule import Schedule, build
 from traces.records.plan import Action
-from traces.records.trace import CATEGORIES, VIEW, WORKSPACE, Trace
+from traces.records.trace import CATEGORIES, COMMUNICATION, RANK, VIEW, WORKSPACE, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def by_category(trace: Trace, schedule: Schedule, timeline: Timeline) -> Iterato
     Workspace is what the running op uses beyond its outputs.
     """
     sts = trace.storages
-    live = dict.fromkeys(CATEGORIES, 0)
+    live = dict.fromkeys(categories_of(trace), 0)
     for s, p in enumerate(sts.producer):
         if p < 0:
             live[sts.category[s]] += sts.nbytes[s]
@@ -159,7 +159,12 @@ def by_category(trace: Trace, schedule: Schedule, timeline: Timeline) -> Iterato
 def peak_by_category(trace: Trace, schedule: Schedule, timeline: Timeline) -> dict[str, int]:
     """The peak by category, in the order of CATEGORIES; of a step without ops, nothing."""
     found = islice(by_category(trace, schedule, timeline), max(0, timeline.peak_step), None)
-    return next(found, dict.fromkeys(CATEGORIES, 0))
+    return next(found, dict.fromkeys(categories_of(trace), 0))
+
+
+def categories_of(trace: Trace) -> list[str]:
+    """The categories that a trace's answers name; what is gathered and reduced only of a rank's."""
+    return [c for c in CATEGORIES if c != COMMUNICATION or trace.meta.device == RANK]
 
 
 class Problem(Facts):

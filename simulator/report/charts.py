@@ -275,7 +275,7 @@ def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int) -> list[Any]:
     """The stacked areas, and a rule under the pointer that tells each of them."""
     alt, schedule, timeline = needed("altair"), run.schedule, run.timeline
     running = list(by_category(trace, schedule, timeline))
-    cats = [c for c in CATEGORIES if any(now[c] for now in running)]
+    cats = [c for c in CATEGORIES if any(now.get(c) for now in running)]
 
     def row(ms: float, k: int, total: int, op: str, now: Mapping[str, int]) -> tuple[object, ...]:
         return ms, k, op, *(round(n / unit, 4) for n in (total, *(now[c] for c in cats)))
