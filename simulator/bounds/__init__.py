@@ -103,10 +103,6 @@ class Floor:
     working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
 
 
-TOO_LITTLE = "leaves too little for the rest, which must be computed again"
-NOTHING_SHOWN = "no instant shows that anything must be computed again"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """The least time that every plan within a budget must add."""
@@ -236,13 +232,13 @@ class Instants:
         """The instant at which op `op` first runs, or the turn."""
         if op not in self._instants:
             unavoidable_bytes, parts = self._demands(op)
-            steps = Counter(step for part in parts for step in steps_of(part))
+            steps = Counter(step for part, _ in parts for step in steps_of(part))
             # Shifted far enough that two different prices never round to the same int, nor swap places.
             shift = 2 * max((b for _, b in steps), default=1).bit_length()
             ordered = sorted(steps, key=lambda step: ((step[0] << shift) // step[1], step))
             self._instants[op] = Instant(
                 unavoidable_bytes=unavoidable_bytes,
-                most_bytes=sum(part[0].nbytes for part in parts),
+                most_bytes=sum(part[0].nbytes for part, _ in parts),
                 steps=tuple(step for step in ordered for _ in range(steps[step])),
             )
         return self._instants[op]
@@ -263,16 +259,12 @@ class Instants:
         worth.sort(key=lambda i: (-self.peaks[i], i))
         return [TURN, *worth[:MOST_INSTANTS]]
 
-    def _demands(self, op: int) -> tuple[int, list[tuple[Corner, ...]]]:
+    def _demands(self, op: int) -> tuple[int, list[tuple[tuple[Corner, ...], list[list[int]]]]]:
         """What is in memory while an op first runs, or at the turn, whatever the plan; the components of the rest."""
         at = self.turn if op == TURN else op
         forced = (self.producer >= 0) & (self.producer < at) & (self.until >= at)
-        after = op
-        unavoidable = self.sure_bytes[at]
-        if op == TURN:
-            after = at - 1
-        else:
-            unavoidable = self.unavoidable_bytes[op]
+        after, unavoidable = (at - 1, self.sure_bytes[at]) if op == TURN else (op, self.unavoidable_bytes[op])
+        if op != TURN:
             producer = self.trace.storages.producer
             forced[[s for s in self.trace.ops.reads[op] if 0 <= producer[s] < op]] = True
             if self._taken(op) >= 0:
@@ -282,15 +274,26 @@ class Instants:
         link = made & ~wanted & ~forced
         return unavoidable, list(components(self.problem, wanted.tolist(), link.tolist()))
 
+    def split(self, budget_bytes: int) -> dict[int, bool]:
+        """Storage -> whether it is saved or made again, where the bound's instant is brought within the budget, one
+        component after the other, cheapest time per byte first. Other instants may be over it."""
+        least, parts = self._demands(self.bound(budget_bytes).op)
+        over, at = least + sum(part[0].nbytes for part, _ in parts) - budget_bytes, [0] * len(parts)
+        steps = ((t / size, k, size) for k, (part, _) in enumerate(parts) for t, size in steps_of(part))
+        for _, k, size in sorted(steps):
+            if over > 0:
+                at[k], over = at[k] + 1, over - size
+        fates = (zip(of, part[k].saved, strict=True) for (part, of), k in zip(parts, at, strict=True))
+        return {s: saved for pairs in fates for of, saved in pairs if saved is not None for s in of}
+
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look."""
         return self.problem.once(("bound", budget_bytes), lambda _: self._found(budget_bytes))
 
     def _found(self, budget_bytes: int) -> Bound:
         nothing = best = 0, 0, 1
-        at, least = (
-            (TURN, 0) if budget_bytes >= self.floor.peak_bytes else (self.floor.op, self.floor.peak_bytes)
-        )
+        fits = budget_bytes >= self.floor.peak_bytes
+        at, least = (TURN, 0) if fits else (self.floor.op, self.floor.peak_bytes)
         for op in () if least else self.overfull(budget_bytes):
             instant = self.at(op)
             found = instant.added(budget_bytes)
@@ -301,7 +304,11 @@ class Instants:
             if found[0] > best[0]:
                 best, at = found, op
         then = "when forward has ended" if at == TURN else f"while {self.trace.ops.name[at]} (op {at}) runs"
-        reason = f"what must be in memory {then} {TOO_LITTLE}" if best[0] else NOTHING_SHOWN
+        reason = "no instant shows that anything must be computed again"
+        if best[0]:
+            reason = (
+                f"what must be in memory {then} leaves too little for the rest, which must be computed again"
+            )
         if least:
             reason = f"no plan fits: {then} at least {least} bytes are in memory, whatever is computed again"
         return Bound(

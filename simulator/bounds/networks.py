@@ -8,9 +8,9 @@ alike, of which repeated layers make many, are solved once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import compress, pairwise
 
 from simulator.core.problem import Problem
 
@@ -66,6 +66,8 @@ class Corner:
 
     time_ns: int
     nbytes: int
+    # Whether each op's wanted outputs are saved, then each link; None: nothing needs it.
+    saved: tuple[bool | None, ...] = field(compare=False, default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,10 @@ def _cut(ops: tuple[Rerun, ...], links: tuple[Link, ...], per_ns: int, per_byte:
         for p in x.readers:
             net.edge(p, n + k, infinite)
     again = net.source_side(source, sink)
-    return Corner(
-        time_ns=sum(o.time_ns for o, r in zip(ops, again[:n], strict=True) if r),
-        nbytes=sum(o.saved_bytes for o, r in zip(ops, again[:n], strict=True) if not r)
-        + sum(x.nbytes for k, x in enumerate(links) if again[n + k] and not again[x.maker]),
-    )
+    of_links = (not again[x.maker] if again[n + k] else None for k, x in enumerate(links))
+    saved = (*(not r for r in again[:n]), *of_links)
+    nbytes = sum(compress((*(o.saved_bytes for o in ops), *(x.nbytes for x in links)), saved))
+    return Corner(time_ns=sum(compress((o.time_ns for o in ops), again)), nbytes=nbytes, saved=saved)
 
 
 def steps_of(found: tuple[Corner, ...]) -> list[tuple[int, int]]:
@@ -138,10 +139,10 @@ def steps_of(found: tuple[Corner, ...]) -> list[tuple[int, int]]:
 
 def components(
     problem: Problem, wanted: Sequence[bool], link: Sequence[bool]
-) -> Iterator[tuple[Corner, ...]]:
-    """The corners of each component with a wanted storage, at an instant: ops that links connect, storages that are
-    wanted only if one of the ops that read them runs again. `wanted`: made before the instant, not there whatever the
-    plan, and read after it; `link`: made before it in forward, neither wanted nor there."""
+) -> Iterator[tuple[tuple[Corner, ...], list[list[int]]]]:
+    """The corners of each component with a wanted storage, and what their `saved` is about: ops that links connect,
+    storages that are wanted only if one of the ops that read them runs again. `wanted`: made before the instant, not
+    there whatever the plan, and read after it; `link`: made before it in forward, neither wanted nor there."""
     ops, sts = problem.trace.ops, problem.trace.storages
     reads, producer, nbytes = ops.reads, sts.producer, sts.nbytes
     root = {p: p for p, is_wanted in zip(producer, wanted, strict=True) if is_wanted}
@@ -175,14 +176,9 @@ def components(
         members[find(producer[s])][1].append(s)
     for mine, links in members.values():
         place = {p: k for k, p in enumerate(mine)}
-        outputs = (sum(nbytes[s] for s in problem.creates[p] if wanted[s]) for p in mine)
-        yield corners(
-            tuple(
-                Rerun(ops.time_ns[p] if problem.may_rerun[p] else -1, saved)
-                for p, saved in zip(mine, outputs, strict=True)
-            ),
-            tuple(
-                Link(nbytes[s], place[producer[s]], tuple(sorted(place[p] for p in readers[s])))
-                for s in links
-            ),
-        )
+        outputs = [[s for s in problem.creates[p] if wanted[s]] for p in mine]
+        times = (ops.time_ns[p] if problem.may_rerun[p] else -1 for p in mine)
+        again = tuple(map(Rerun, times, (sum(nbytes[s] for s in made) for made in outputs)))
+        users = (tuple(sorted(place[p] for p in readers[s])) for s in links)
+        of_links = tuple(Link(nbytes[s], place[producer[s]], q) for s, q in zip(links, users, strict=True))
+        yield corners(again, of_links), [*outputs, *([s] for s in links)]

@@ -18,8 +18,8 @@ from simulator.kernels.compiled import inner
 from simulator.kernels.walk import chain, long, table
 
 # What `Work.present` says of a value here.
-# NEW: rebuilt for the op at hand; PASSING: and goes with it.
-AWAY, HELD, STAYS, NEW, PASSING = range(5)
+# PASSING: rebuilt for the op at hand, and goes with it.
+AWAY, HELD, STAYS, PASSING = range(4)
 
 
 OF_OP: Final = table(
@@ -33,9 +33,9 @@ OF_STORAGE: Final = table(
         ("last_use", np.int32),  # the last op of backward that reads it, of a link: that may need it
         # Work space.
         ("cost", np.float64),  # time that it takes to make it again
+        ("score", np.float64),  # how well it may go while the op at hand runs
         ("chain_of", np.int32),  # the op for which it was read or made last
         ("read_in", np.int32),  # and the step of that op's chain that reads it last
-        ("last_at", np.int32),  # the last op so far that it stayed for
     ]
 )
 
@@ -69,17 +69,17 @@ def add_eviction(k: int, s: int, evictions: Any, n: int) -> int:
 
 
 @inner
-def idlest(n_held: int, step: int, c: int, r: Any, storages: Any) -> Any:
-    """Which of held[:n_held] had best go while that step of the chain for op c runs; -1: each is read from there on."""
+def idlest(n_scored: int, n_held: int, step: int, c: int, r: Any, storages: Any) -> Any:
+    """Which of held[:n_held] had best go while that step of the chain for op c runs; -1: each is read from there on.
+    Those before `n_scored` have their score for op c."""
     best, most = long(-1), -1.0
+    for j in range(n_scored, n_held):
+        x = r.storages[r.held[j]]
+        x.score = storages[r.held[j]].nbytes / x.cost * np.sqrt(x.last_use - c + 1.0)
     for j in range(n_held):
-        s = r.held[j]
-        x = r.storages[s]
-        if x.chain_of == c and x.read_in >= step:
-            continue
-        score = storages[s].nbytes / x.cost * np.sqrt(x.last_use - c + 1.0)
-        if score > most:
-            best, most = j, score
+        x = r.storages[r.held[j]]
+        if x.score > most and (x.chain_of != c or x.read_in < step):
+            best, most = j, x.score
     return best
 
 
@@ -89,6 +89,7 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
     ops, storages, ids = facts.ops, facts.storages, facts.ids
     here, held, of_storage, order = work.present, r.held, r.storages, work.op
     n_held = n_evictions = live = long(0)
+    ends = long(ops.shape[0])  # no held value goes for good before that op
     for j in range(facts.made_at, ids.shape[0]):
         s = ids[j]
         here[s] = saved[s]
@@ -108,6 +109,7 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
     for c in range(facts.forward, ops.shape[0] - 1):
         n_order = chain(c, facts.forward, here, facts, work, False)
         order[facts.forward + n_order] = ~c
+        n_scored = long(0)
         for k in range(n_order + 1):
             b = ~order[facts.forward + k]
             for j in range(ops[b].reads_at, ops[b + 1].reads_at):
@@ -119,15 +121,15 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
             s = ops[b].overwrites
             if s >= 0 and here[s] == PASSING and of_storage[s].read_in == k:
                 level -= storages[s].nbytes
-            while level > budget_bytes:
-                j = idlest(n_held, k, c, r, storages)
+            while n_held and level > budget_bytes:
+                j = idlest(n_scored, n_held, k, c, r, storages)
+                n_scored = n_held if j < 0 else n_held - 1
                 if j < 0:
                     break
                 s = long(held[j])
                 n_held -= 1
                 held[j] = held[n_held]
-                at = long(c) if of_storage[s].chain_of == c else long(of_storage[s].last_at)
-                n_evictions = add_eviction(at, s, evictions, n_evictions)
+                n_evictions = add_eviction(long(of_storage[s].chain_of), s, evictions, n_evictions)
                 here[s] = AWAY
                 live -= storages[s].nbytes
                 level -= storages[s].nbytes
@@ -143,9 +145,10 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
                     live += storages[s].nbytes
                     here[s] = PASSING
                     if stay:
-                        here[s] = NEW
+                        here[s] = STAYS
                         held[n_held] = s
                         n_held += 1
+                        ends = min(ends, of_storage[s].last_use)
                     elif of_storage[s].read_in <= k:
                         here[s] = AWAY
                         live -= storages[s].nbytes
@@ -154,19 +157,18 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
                 if here[s] == PASSING and of_storage[s].read_in == k:
                     here[s] = AWAY
                     live -= storages[s].nbytes
-        left = 0
-        for j in range(n_held):
-            s = held[j]
-            if of_storage[s].chain_of == c:
-                of_storage[s].last_at = c
-            if of_storage[s].last_use > c:
-                here[s] = STAYS
-                held[left] = s
-                left += 1
-            else:
-                here[s] = AWAY
-                live -= storages[s].nbytes
-        n_held = left
+        if ends <= c:
+            left, ends = 0, long(ops.shape[0])
+            for j in range(n_held):
+                s = held[j]
+                if of_storage[s].last_use > c:
+                    ends = min(ends, of_storage[s].last_use)
+                    held[left] = s
+                    left += 1
+                else:
+                    here[s] = AWAY
+                    live -= storages[s].nbytes
+            n_held = left
         for j in range(r.ops[c].done_at, r.ops[c + 1].done_at):
             if here[r.done[j]] == HELD:
                 live -= storages[r.done[j]].nbytes

@@ -106,30 +106,24 @@ class Annealer:
         figures["added_ns"] = NOT_WALKED
         figures["lowest_peak_bytes"] = self.lowest_peak_bytes
         figures["best_added_ns"] = NOT_WALKED if self.best is None else self.best.time_ns - ev.base_time_ns
-        return Walked(
-            saved=saved,
-            evictions=evictions,
-            best=saved.copy(),
-            best_evictions=best_evictions,
-            log=np.zeros(2, np.int32),
-            rng=self.rng,
-            figures=figures,
-        )
+        log = np.zeros(2, np.int32)
+        return Walked(saved, evictions, saved.copy(), best_evictions, log, self.rng, figures)
 
     def _retaining(self) -> Retaining:
         ev, problem = self.evaluator, self.evaluator.problem
         n_st, n_op = len(ev.nbytes), len(ev.op_id)
         last_use = [ev.before[k] if k >= 0 else -1 for k in ev.last_backward_use]
-        # Until when something may need each storage: itself, or what is made from it.
-        until = [max(a, b) for a, b in zip(last_use, ev.hold, strict=True)]
+        # Until when something may need each storage: itself, or what is made again from it.
+        until = list(last_use)
+        again = [a and not b for a, b in zip(problem.rebuildable, problem.pinned, strict=True)]
         for k in range(ev.forward - 1, -1, -1):
-            latest = max((until[s] for s in ev.creates[k]), default=-1)
+            latest = max((until[s] for s in ev.creates[k] if again[s]), default=-1)
             for s in ev.needs[k]:
                 until[s] = max(until[s], latest)
         going: list[list[int]] = [[] for _ in range(n_op)]
         for s in ev.made_forward:
-            if until[s] >= 0:
-                going[until[s]].append(s)
+            if (end := max(until[s], ev.hold[s])) >= 0:
+                going[end].append(s)
         ops, storages = np.zeros(n_op + 1, OF_OP), np.zeros(n_st, OF_STORAGE)
         ops["done_at"], done = pack_rows(going)
         settled = np.cumsum(ev.settled)

@@ -1,7 +1,7 @@
 """The default planner: the best plan that a limited time finds.
 
 First μ-TWO's greedy (`mu_two`). If its plan is as good as the certified bound allows, that is the answer. Else
-simulated annealing (`annealing`) from it, from everything saved and from the best plan so far, cooler and cooler, until
+simulated annealing (`annealing`) from it, from what the bound saves and from the best plan so far, ever cooler, until
 the gap to the bound is closed, a walk shows that what is left of it is the bound's slack, or the time is over. Where no
 plan can fit, walks tell how low a peak can be. Whatever was found is tidied.
 
@@ -18,6 +18,7 @@ from math import inf
 from typing import Final
 
 from simulator.bounds import bounder_of
+from simulator.core.evaluator import State
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
@@ -37,8 +38,9 @@ STEP_NS_PER_OP: Final = 1 / 1300
 # A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
 MOVES_PER_PAIR: Final = 14
 # How hot each walk begins, and its share of the time. The hottest begins from everything saved, the others from the
-# best.
-AFRESH: Final = 1.0
+# best. Where what the bound saves is less than FAR times the budget at any instant, it stands in for everything, and
+# that walk begins as hot as COOL.
+AFRESH, COOL, FAR = 1.0, 1 / 8, 1.5
 WALKS: Final = ((0.25, 0.04), (AFRESH, 0.06), (0.5, 0.34), (0.25, 0.26), (0.1, 0.16), (0.02, 0.14))
 # For how low a peak can be.
 LOWEST_SECONDS: Final = 1.0
@@ -101,17 +103,17 @@ def anneal(
     """
     ev, step_ns = greedy.evaluator, greedy.trace.time_ns
     annealer, n_op = Annealer(ev, greedy.budget_bytes, limits.seed), len(ev.op_id)
-    annealer.best = best
     steps = int(limits.seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * n_op))
     steps = min(steps, MOVES_PER_PAIR * len(annealer.values) ** 2 * n_op)
     walk = partial(annealer.run, clock=greedy.clock, target_ns=good_enough_ns, ns_per_byte=ns_per_byte)
     for heat, share in WALKS:
         before, afresh = best, heat == AFRESH or best is None
-        start = ev.state() if heat == AFRESH else segmented(greedy) if best is None else best.state
-        found = walk(start, int(share * steps), heat=heat)
+        split = bounded(greedy) if heat == AFRESH else None
+        start = split or (ev.state() if heat == AFRESH else segmented(greedy) if best is None else best.state)
+        annealer.best = best if split is None else None
+        found = walk(start, int(share * steps), heat=heat if split is None else COOL)
         if found is not None:
-            tidied = tidy(greedy, found.state.copy())
-            best = annealer.best = min(found, tidied, key=lambda f: f.time_ns)
+            best = min(best or found, found, tidy(greedy, found.state.copy()), key=lambda f: f.time_ns)
             if best.time_ns <= good_enough_ns:
                 break
         if before is not None and best is not None and not afresh:
@@ -120,3 +122,11 @@ def anneal(
                 break
     greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, annealer.lowest_peak_bytes)
     return best
+
+
+def bounded(search: Search) -> State | None:
+    """Save what the bound saves at its instant; None if that is far over the budget at another."""
+    state = search.evaluator.state()
+    for s, saved in bounder_of(search.problem).split(search.budget_bytes).items():
+        state.saved[s], state.retained[s] = saved, not saved
+    return state if search.walk(state)[0] < FAR * search.budget_bytes else None

@@ -128,7 +128,7 @@ def test_the_comparison_catches_a_bound_that_claims_too_much(
 
 def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true_instant = Instants.at
-    true_corners = networks.corners
+    solved = networks.corners
 
     if mutation == "what forward reads again is there":
         true_weigh = Instants._weigh
@@ -140,30 +140,22 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             true_weigh(self, reader, read)
 
         monkeypatch.setattr(Instants, "_weigh", forced)
-    elif mutation == "reads twice":
+    elif mutation in ("reads twice", "no takeover"):
 
         def instant(self: Instants, op: int) -> Instant:
-            found = true_instant(self, op)
-            reads = self.trace.ops.reads[op] if op >= 0 else ()
-            extra = sum(self.trace.storages.nbytes[s] for s in reads if self.trace.storages.producer[s] >= 0)
+            found, ops, sts = true_instant(self, op), self.trace.ops, self.trace.storages
+            reads = [s for s in ops.reads[op] if sts.producer[s] >= 0] if op >= 0 else []
+            over = [s for s in ops.overwrites[op : op + 1] if s >= 0 and not self.problem.resident[s]]
+            taken = [s for s in over if self.forced_until[s] <= op]
+            extra = sum(sts.nbytes[s] for s in (reads if mutation == "reads twice" else taken))
             return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
 
         monkeypatch.setattr(Instants, "at", instant)
-    elif mutation == "no takeover":
-
-        def instant_without(self: Instants, op: int) -> Instant:
-            found = true_instant(self, op)
-            s = self.trace.ops.overwrites[op] if op >= 0 else -1
-            takes = s >= 0 and not self.problem.resident[s] and self.forced_until[s] <= op
-            extra = self.trace.storages.nbytes[s] if takes else 0
-            return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
-
-        monkeypatch.setattr(Instants, "at", instant_without)
     elif mutation == "links never saved":
         monkeypatch.setattr(
             networks,
             "corners",
-            lambda ops, links: true_corners(ops, tuple(replace(x, nbytes=10**9) for x in links)),
+            lambda ops, links: solved(ops, tuple(replace(x, nbytes=10**9) for x in links)),
         )
     elif mutation == "outputs paid each":
         true_steps = networks.steps_of

@@ -44,9 +44,8 @@ def test_it_goes_on_where_the_greedy_ends_and_a_plan_of_that_peak_is_found() -> 
     of = load("resnet152-cpu/trace-b8")
     floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
     now, words = refused(of, floor_bytes // 2)
-    assert (
-        floor_bytes <= now < floor_bytes + (1 << 19)
-    )  # some KiB above the floor; the greedy ends 6.3 MiB above
+    # Some KiB above the floor; the greedy ends 6.3 MiB above.
+    assert floor_bytes <= now < floor_bytes + (1 << 19)
     assert f"({now} bytes), and no plan at all can go below" in words
     plan = plan_with("search", Problem(of), now, Limits(seconds=1.0))
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= now
@@ -70,8 +69,7 @@ def test_a_named_peak_is_one_that_a_walk_within_it_reaches(monkeypatch: pytest.M
 
 def test_it_is_never_below_what_any_plan_reaches() -> None:
     seen = 0
-    for seed in range(120):
-        of = draw_trace(seed)
+    for of in map(draw_trace, range(120)):
         front = frontier(of, drops=2, most=1_500)
         if front is None:
             continue

@@ -20,6 +20,7 @@ from simulator.planners import plan_with, search
 from simulator.planners.annealing import Annealer
 from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import Infeasible
+from simulator.planners.search import bounded
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
@@ -49,6 +50,23 @@ def test_it_is_never_worse_than_the_greedy_nor_better_than_the_bound(of: Trace, 
     if ours is not None:
         assert bound.feasible
         assert ours >= bound.added_time_ns
+
+
+@settings(max_examples=200, deadline=None)
+@given(of=traces(), percent=st.integers(20, 100))
+def test_what_the_bound_saves_fits_there_and_costs_a_step_more_at_most(of: Trace, percent: int) -> None:
+    search = Search(Problem(of), Problem(of).saved.timeline.peak_allocated_bytes * percent // 100)
+    instants, sts = bounder_of(search.problem), of.storages
+    bound = instants.bound(search.budget_bytes)
+    if bound.feasible:
+        saved, at = instants.split(search.budget_bytes), instants.at(bound.op)
+        saved_bytes = sum(sts.nbytes[s] for s, stays in saved.items() if stays)
+        assert at.unavoidable_bytes + saved_bytes <= search.budget_bytes
+        added_ns = sum(
+            of.ops.time_ns[p] for p in {sts.producer[s] for s, stays in saved.items() if not stays}
+        )
+        assert 0 <= added_ns - bound.added_time_ns <= max((ns for ns, _ in at.steps), default=0)
+        bounded(search)  # no op that may not run again
 
 
 def test_it_finds_the_best_plan_of_tiny_traces() -> None:

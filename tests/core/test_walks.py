@@ -23,7 +23,7 @@ from traces.records.trace import Trace
 NEVER = Limits()
 
 
-def ladder() -> Trace:
+def ladder(hold: dict[str, int] | None = None) -> Trace:
     """Three values made from each other; the first is dear, the others cost nothing to speak of."""
     return trace(
         [
@@ -37,6 +37,7 @@ def ladder() -> Trace:
             bwd({"h": 1}, "g", "a", time_ns=1),
         ],
         {"x": 0},
+        hold,
     )
 
 
@@ -84,6 +85,13 @@ def test_what_is_idle_goes_where_there_is_no_room(
     assert {k: tuple(sorted(names[s] for s in d)) for k, d in found.evictions.items()} == drops
     assert annealer.evaluator.cost(found)[1] - of.time_ns == added_ns
     assert budget_bytes < 54 or annealer.evaluator.cost(found)[0] <= budget_bytes
+
+
+def test_what_is_held_needs_nothing_that_it_was_made_from() -> None:
+    """c, which is saved, goes with f, though y is held to the end: a, b, f, g and y are 56 bytes while g runs."""
+    annealer, state = nothing_kept(ladder({"y": 7}), 56)
+    state.saved[annealer.evaluator.trace.storages.name.index("c")] = 1
+    assert not decided(annealer, state).evictions
 
 
 @settings(max_examples=80, deadline=None)
