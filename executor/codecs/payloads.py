@@ -33,7 +33,12 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
     payload = new_payload(x, format)
     flat = x.as_strided((x.numel(),), (1,)) if dense(x) else x.reshape(-1)
     if format == "bits":
-        _pack_bits(flat.view(torch.uint8), payload)
+        # Bit k of byte i is number i of the k-th eighth, which needs no copy of any.
+        for k, part in enumerate(_eighths(flat.view(torch.uint8), payload)):
+            if k == 0:
+                payload.copy_(part)
+            else:
+                payload[: len(part)].add_(part, alpha=1 << k)
     elif format in NARROW:
         payload.view(NARROW[format]).copy_(flat)
     elif x.numel():
@@ -59,7 +64,9 @@ def unpack(
     out = new_tensor(payload, format, size, stride, dtype)
     flat = out.as_strided((out.numel(),), (1,))
     if format == "bits":
-        _unpack_bits(payload, flat.view(torch.uint8))
+        for k, part in enumerate(_eighths(flat.view(torch.uint8), payload)):
+            torch.bitwise_right_shift(payload[: len(part)], k, out=part)
+            part.bitwise_and_(1)
     elif format in NARROW:
         flat.copy_(payload.view(NARROW[format]))
     elif out.numel():
@@ -74,21 +81,6 @@ def new_tensor(
     if dense(torch.empty_strided(size, stride, device="meta")):
         return torch.empty_strided(size, stride, dtype=dtype, device=payload.device)
     return torch.empty(size, dtype=dtype, device=payload.device)
-
-
-def _pack_bits(flat: torch.Tensor, payload: torch.Tensor) -> None:
-    """Bit k of byte i is number i of the k-th eighth, which needs no copy of any."""
-    for k, part in enumerate(_eighths(flat, payload)):
-        if k == 0:
-            payload.copy_(part)
-        else:
-            payload[: len(part)].add_(part, alpha=1 << k)
-
-
-def _unpack_bits(payload: torch.Tensor, flat: torch.Tensor) -> None:
-    for k, part in enumerate(_eighths(flat, payload)):
-        torch.bitwise_right_shift(payload[: len(part)], k, out=part)
-        part.bitwise_and_(1)
 
 
 def _eighths(flat: torch.Tensor, payload: torch.Tensor) -> Sequence[torch.Tensor]:

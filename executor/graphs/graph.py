@@ -374,12 +374,9 @@ def _only_norms_write(n: fx.Node) -> bool:
     step.
     """
     written = [u.args[1] for u in n.users if u.target is aten.copy_.default and u.args[0] is n]
-
-    def by_norm(x: Any) -> bool:
-        return x.target is operator.getitem and "batch_norm" in str(x.args[0].target)
-
+    by_norm = (x.target is operator.getitem and "batch_norm" in str(x.args[0].target) for x in written)
     saved = any(u.op == "output" for u in n.users)  # with the version that the write gives it
-    return bool(written) and not saved and all(map(by_norm, written))
+    return bool(written) and not saved and all(by_norm)
 
 
 def _as_aot_has_them(
@@ -394,8 +391,7 @@ def _as_aot_has_them(
     (old,) = forward.graph.find_nodes(op="output")
     made, saved = old.args[0]
     holders = [n for n in backward.graph.find_nodes(op="placeholder") if "tangent_of" not in n.meta]
-    ranks = [_rank(n) for n in holders]
-    order = sorted(range(len(saved)), key=lambda k: ranks[k])
+    order = sorted(range(len(saved)), key=lambda k: _rank(holders[k]))
     returned: list[Any] = []
     sizes = {n.target: n for n in forward.graph.find_nodes(op="placeholder")}
     with forward.graph.inserting_before(old):
@@ -415,11 +411,9 @@ def _as_aot_has_them(
     (old,) = backward.graph.find_nodes(op="output")
     grads = [g for group in old.args[0] for g in group]
     old.args = (tuple(grads[x.number] if isinstance(x, At) else None for x in joint.grads),)
-    number = {
-        n: ranks[k] * len(holders) + k if ranks[k] < 2 else -len(holders) + k for k, n in enumerate(holders)
-    }
-    last = 3 * len(holders)
-    _reorder(backward.graph, lambda n: number[n] if n in number else last + n.meta[PLACE])
+    # Sizes, which are the last that forward returns, come first.
+    ranks = {n: (_rank(n) + 1) % 3 for n in holders}
+    _reorder(backward.graph, lambda n: (ranks[n], 0) if n in ranks else (3, n.meta[PLACE]))
     for module in (forward, backward):
         # Where a kernel lays its result out otherwise than torch's own shape function said, as mse_loss_backward does.
         for n in module.graph.find_nodes(op="call_function", target=aten.view.default):
@@ -456,7 +450,7 @@ def _rank(n: fx.Node) -> int:
     return 1 if n.meta.get("saved_tensor_with_no_vc_check") else 0
 
 
-def _reorder(graph: fx.Graph, key: Callable[[fx.Node], int]) -> None:
+def _reorder(graph: fx.Graph, key: Callable[[fx.Node], Any]) -> None:
     """Put a graph's placeholders into an order."""
     holders = graph.find_nodes(op="placeholder")
     first = next(n for n in graph.nodes if n.op != "placeholder")

@@ -231,21 +231,18 @@ def perfetto_of(trace: Trace, replay: Replay) -> dict[str, Any]:
     for k, (op, now) in enumerate(zip(schedule.op, by_category(trace, schedule, timeline), strict=True)):
         begin, again, target = timeline.start_ns[k], schedule.recompute[k], ops.target[op]
         args = {"op": op, "target": target, "module": ops.module[op], "bytes at most": timeline.peak_bytes[k]}
-        track = AGAIN if again else ops.phase[op]
-        if timeline.duration_ns[k]:
-            rows.append(_slice(ops.name[op], tracks.index(track), begin, timeline.duration_ns[k], args))
+        track = tracks.index(AGAIN if again else ops.phase[op])
+        slices = [(track, begin, timeline.duration_ns[k])] if timeline.duration_ns[k] else []
         if target == OFFLOAD or (target == RELOAD and again):
             begin, took = max(begin, free_ns[target]), transfer_ns(trace, op)
             free_ns[target] = begin + took
-            rows.append(_slice(ops.name[op], 4 if target == OFFLOAD else 5, begin, took, args))
+            slices.append((4 if target == OFFLOAD else 5, begin, took))
+        for track, begin, took in slices:
+            rows.append(
+                {"ph": "X", "name": ops.name[op], "cat": "op", "pid": 1, "tid": track, "ts": begin / 1000,
+                 "dur": took / 1000, "args": args}
+            )  # fmt: skip
         rows.append(
             {"ph": "C", "name": "allocated bytes", "pid": 1, "ts": timeline.start_ns[k] / 1000, "args": now}
         )
     return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"model": trace.meta.model}}
-
-
-def _slice(name: str, track: int, begin_ns: int, took_ns: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "ph": "X", "name": name, "cat": "op", "pid": 1, "tid": track, "ts": begin_ns / 1000, "dur": took_ns / 1000,
-        "args": args,
-    }  # fmt: skip

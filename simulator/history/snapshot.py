@@ -109,14 +109,8 @@ def _totals(
     for k in range(len(events) - 1, -1, -1):
         requested[k], reserved[k] = now, there
         action, size = events[k].action, events[k].size_bytes
-        if action == "alloc":
-            now -= size
-        elif action == "free_completed":
-            now += size
-        elif action in replay.GETS:
-            there -= size
-        elif action in replay.GIVES_BACK:
-            there += size
+        now += size * ((action == "free_completed") - (action == "alloc"))
+        there += size * ((action in replay.GIVES_BACK) - (action in replay.GETS))
     if min(now, there, *requested, *reserved) < 0:
         raise TraceError(f"{source}: events are missing, or the file is damaged; {replay.RECORD}.")
     return now, requested, reserved

@@ -68,7 +68,15 @@ def measure(
 
     def one(watched: Callable[[Callable[[Watch], None]], Round]) -> Round:
         found = watched(runner.run)
-        _compare(expected, found.targets)
+        if (real := found.targets) != expected:
+            pairs = enumerate(zip_longest(expected, real, fillvalue="nothing"))
+            k, (a, b) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
+            raise TraceError(
+                f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
+                f"{len(expected)} captured). Code outside the model that branches on data, or does something else in "
+                "some steps, cannot be traced in real mode; leave --device out, or write the branch with torch.where "
+                "or clamp."
+            )
         return found
 
     if rehearsed:
@@ -136,15 +144,3 @@ def _whole_ns(runner: GraphRunner) -> int:
     runner.run(None, start)
     wait()
     return time.perf_counter_ns() - begin
-
-
-def _compare(expected: list[str], real: list[str]) -> None:
-    if expected == real:
-        return
-    pairs = enumerate(zip_longest(expected, real, fillvalue="nothing"))
-    k, (a, b) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
-    raise TraceError(
-        f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
-        f"{len(expected)} captured). Code outside the model that branches on data, or does something else in some "
-        "steps, cannot be traced in real mode; leave --device out, or write the branch with torch.where or clamp."
-    )

@@ -197,7 +197,6 @@ class _Stub:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured, program, recorder = self.program.captured, self.program, self.recorder
-        outer = self
 
         class Model(torch.autograd.Function):
             @staticmethod
@@ -210,13 +209,13 @@ class _Stub:
 
             @staticmethod
             def backward(ctx: Any, *tangents: Any) -> Any:
-                if torch.is_grad_enabled() or not outer._open:
+                if torch.is_grad_enabled() or not self._open:
                     raise CaptureError(
                         "the loss takes a gradient through the model itself (torch.autograd.grad, as in a gradient "
                         "penalty), and a plan is of one backward. Plan with a loss without that term, and compute the "
                         "term from a call of the model inside `with unplanned(model):`."
                     )
-                outer._open = False
+                self._open = False
                 recorder.look()
                 for k, n in zip(captured.grad_outputs, captured.tangents, strict=True):
                     given = tangents[k]
@@ -225,8 +224,8 @@ class _Stub:
                     fitting = fit_tangent(given, like)
                     if recorder.active:
                         row = recorder.row(fitting, "tangent", INPUT)
-                        outer.tangents.append(recorder.id_of(fitting, row))
-                outer.rows_before_backward = len(recorder.rows)
+                        self.tangents.append(recorder.id_of(fitting, row))
+                self.rows_before_backward = len(recorder.rows)
                 del tangents, given, fitting, like
                 with recorder.paused():
                     made = (*captured.parameter_grads, *captured.argument_grads)
@@ -235,7 +234,7 @@ class _Stub:
                     if x is not None:
                         recorder.know(x, program.storage_of[g][0], watch=True)
                 if handing:
-                    outer.hand_over(grads)
+                    self.hand_over(grads)
                 return None, *grads
 
         self._open = True

@@ -338,14 +338,10 @@ def _flags(n: fx.Node, reads_overwritten: bool, *, view: bool) -> int:
     if not isinstance(target, OpOverload):
         return int(getattr(target, "flags", EFFECT))  # a call that a plan's rewrite put there says so itself
     flags = VIEW if view else 0
-    if is_random(n):
-        flags |= RANDOM
-    if target._schema.is_mutable:
-        flags |= MUTATES
-    if target.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-        flags |= COLLECTIVE
-    if not target._schema.returns:
-        flags |= EFFECT
+    flags |= RANDOM if is_random(n) else 0
+    flags |= MUTATES if target._schema.is_mutable else 0
+    flags |= COLLECTIVE if target.namespace in ("c10d", "_c10d_functional", "c10d_functional") else 0
+    flags |= 0 if target._schema.returns else EFFECT
     # A batch norm in training mode reads its running statistics only to compute the new ones. Those are written by a
     # `copy_` that never runs twice, or by cuDNN's kernel, which gets none to write when it runs again
     # (`tracer.capture.passes.batch_norm.again`); so the op itself may.
@@ -382,6 +378,5 @@ def inplace_twin(target: Any) -> Any:
         return None
     packet = getattr(aten, target._schema.name.split("::")[1] + "_", None)
     twin = getattr(packet, target._overloadname, None) if packet is not None else None
-    if twin is None or len(twin._schema.arguments) != len(target._schema.arguments):
-        return None
-    return twin
+    same = twin is not None and len(twin._schema.arguments) == len(target._schema.arguments)
+    return twin if same else None

@@ -91,14 +91,6 @@ def storage_key(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-def shared_groups(keys: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
-    """The numbers of equal keys among some, in groups; those of a key alone are left out."""
-    groups: dict[Any, list[int]] = {}
-    for k, key in enumerate(keys):
-        groups.setdefault(key, []).append(k)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in what an op takes or returns, in order: alone, or in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):

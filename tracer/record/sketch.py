@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tracer.record.program import Program
-from tracer.record.rows import shared_groups, storage_key
+from tracer.record.rows import storage_key
 from tracer.torch_api import pytree
 from traces.records.trace import ALIAS
 
@@ -30,9 +30,12 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
     """
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     tensors = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, torch.Tensor)]
+    sharing: dict[int, list[int]] = {}
+    for k, x in enumerate(tensors):
+        sharing.setdefault(storage_key(x), []).append(k)
     return {
         "arguments": [list(x) for x in _arguments(model, args, kwargs)],
-        "shares": [list(group) for group in shared_groups(map(storage_key, tensors))],
+        "shares": [group for group in sharing.values() if len(group) > 1],
         "frozen": sum(not p.requires_grad for p in parameters.values()),
         "evaluated": sum(not m.training for m in modules.values()),
         "dtypes": sorted({_dtype(p) for p in parameters.values()}),
@@ -56,14 +59,11 @@ def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
         if name is None:
             k = getattr(first, "idx", 0)
             name = names[k] if k < len(names) else f"argument {k}"
-        yield f"{name}{pytree.keystr(rest)}", _shown(x)
-
-
-def _shown(x: Any) -> str:
-    if not isinstance(x, torch.Tensor):
-        text = repr(x)
-        return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
-    return f"{_dtype(x)}{list(x.shape)}{' with a gradient' if x.requires_grad else ''}"
+        if isinstance(x, torch.Tensor):
+            text = f"{_dtype(x)}{list(x.shape)}{' with a gradient' if x.requires_grad else ''}"
+        elif len(text := repr(x)) > LONGEST:
+            text = f"{text[:LONGEST]} ..."
+        yield f"{name}{pytree.keystr(rest)}", text
 
 
 def _dtype(x: torch.Tensor) -> str:

@@ -198,13 +198,14 @@ class Exchanges:
 
     def _ends(self, kind: str, given: Mapping[str, Any]) -> tuple[int, list[int]]:
         """Who gives in an exchange, and to whom."""
-        group, among = given.get("group"), given.get("group_src", given.get("group_dst"))
+        among = given.get("group_src", given.get("group_dst"))
+        group = given.get("group") or dist.group.WORLD
         peer = given.get("src", given.get("dst"))
         if peer is None:
-            peer = dist.get_global_rank(group or dist.group.WORLD, among or 0)
+            peer = dist.get_global_rank(group, among or 0)
         if kind.endswith("send"):
             return self._rank, [peer]
-        return peer, [self._rank] if kind.endswith("recv") else _ranks(group)
+        return peer, [self._rank] if kind.endswith("recv") else dist.get_process_group_ranks(group)
 
     def _telling(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's `broadcast`, `isend` or `irecv`, which tells values."""
@@ -245,10 +246,6 @@ class Exchanges:
             self._driver.null_told(
                 ctypes.c_void_p(at), bytes(tensor.nbytes), ctypes.c_size_t(tensor.nbytes), number
             )
-
-
-def _ranks(group: Any) -> list[int]:
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def _copied(value: Any) -> Any:

@@ -205,18 +205,15 @@ class _Batch:
         given = makers[name]()
         return {name: given, **self._labels(task, given)}
 
-    def _length(self) -> int:
+    def _tokens(self) -> torch.Tensor:
         limits = [getattr(self.text, p) for p in POSITIONS if isinstance(getattr(self.text, p, None), int)]
         length = self.options.get("seq_len")
         if length is None:
             # Some count positions from their padding token on, and have a few more than they take: 514 for 512.
-            return min([SEQ_LEN, *(1 << limit.bit_length() - 1 for limit in limits)])
-        if limits and length > min(limits):
+            length = min([SEQ_LEN, *(1 << limit.bit_length() - 1 for limit in limits)])
+        elif limits and length > min(limits):
             raise SpecError(f"{self.reference}: --seq-len {length} is more than its {min(limits)} positions.")
-        return int(length)
-
-    def _tokens(self) -> torch.Tensor:
-        return torch.randint(self.text.vocab_size, (self.rows, self._length()))
+        return torch.randint(self.text.vocab_size, (self.rows, length))
 
     def _images(self) -> torch.Tensor:
         vision = getattr(self.config, "vision_config", self.config)
