@@ -18,10 +18,9 @@ from traces.provenance import rehearsing
 from traces.records.trace import Trace
 
 
-def record_fake(build: BuildStep, target: Device, say: Say = silent, *, device: str = "cpu") -> Trace:
-    """A trace from fake tensors, its ops' times by the target's roofline, their bytes by what they return. `device`: of
-    the tensors; anything but "cpu" needs a build of torch for it."""
-    trace = trace_step(build, target, device=device).trace
+def record_fake(build: BuildStep, target: Device, say: Say = silent) -> Trace:
+    """A trace from fake tensors, its ops' times by the target's roofline, their bytes by what they return."""
+    trace = trace_step(build, target).trace
     say(f"Approximate: {trace.meta.workspace.get(NONE, 0)} computing ops count by what they return alone.")
     return trace
 

@@ -74,7 +74,8 @@ def new_value(
 @torch.library.custom_op("lowtide::wait_out", mutates_args=())
 def wait_out(x: torch.Tensor, ticket: torch.Tensor) -> None:
     """Let what runs from here on wait until the value's copy is in host memory."""
-    _wait(ticket.lowtide.is_out)
+    if (event := ticket.lowtide.is_out) is not None:
+        event.wait()
 
 
 @torch.library.custom_op("lowtide::prefetch", mutates_args=())
@@ -85,7 +86,8 @@ def prefetch(x: torch.Tensor, ticket: torch.Tensor) -> None:
 @torch.library.custom_op("lowtide::wait_in", mutates_args=())
 def wait_in(x: torch.Tensor) -> None:
     """Let what runs from here on wait until the value is back."""
-    _wait(getattr(x, "lowtide", None))
+    if (event := getattr(x, "lowtide", None)) is not None:
+        event.wait()
 
 
 WAIT_IN = torch.ops.lowtide.wait_in.default
@@ -111,8 +113,3 @@ def _beside(to: torch.Tensor, given: torch.Tensor, way: str) -> torch.cuda.Event
     with torch.cuda.stream(stream):
         to.copy_(given, non_blocking=True)
         return stream.record_event()
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        event.wait()

@@ -398,7 +398,12 @@ def _as_aot_has_them(
         for x in joint.outputs:
             value = made[x.number] if isinstance(x, At) else _size(forward.graph, x, sizes)
             if isinstance(x, At) and x.number in not_made:
-                value = _in_no_memory(forward.graph, joint.captured.outputs[x.number])
+                # One of the same shape that has the memory of one element.
+                like = joint.captured.outputs[x.number].meta
+                of = {"dtype": like["val"].dtype, "device": like["val"].device}
+                one = forward.graph.call_function(aten.empty.memory_format, ([],), of)
+                value = forward.graph.call_function(aten.expand.default, (one, list(like["val"].shape)))
+                value.meta = dict(like)
             bare = isinstance(x, At) and x.number not in joint.captured.grad_outputs
             if isinstance(value, fx.Node) and (value in returned or (bare and is_view(value))):
                 # One object cannot have and lack a gradient; a view has its base's, unless it is detached.
@@ -432,15 +437,6 @@ def _size(graph: fx.Graph, x: Any, sizes: dict[Any, fx.Node]) -> Any:
     if x.op == "placeholder":
         return sizes[x.target]
     return graph.node_copy(x, lambda n: _size(graph, n, sizes))
-
-
-def _in_no_memory(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """A value of the same shape that has the memory of one element."""
-    val = like.meta["val"]
-    one = graph.call_function(aten.empty.memory_format, ([],), {"dtype": val.dtype, "device": val.device})
-    whole = graph.call_function(aten.expand.default, (one, list(val.shape)))
-    whole.meta = dict(like.meta)
-    return whole
 
 
 def _rank(n: fx.Node) -> int:

@@ -27,7 +27,7 @@ def known_to_dynamo(kwargs: Mapping[str, Any]) -> Iterator[None]:
     Args:
         kwargs: of the call; positions among them are the user's, and may be of packed sequences.
     """
-    contexts = [_results, _checks, _dice, *([_positions] if "position_ids" not in kwargs else [])]
+    contexts = [*_always, *([_positions] if "position_ids" not in kwargs else [])]
     with contextlib.ExitStack() as stack:
         for shared in contexts:
             stack.enter_context(shared.body())
@@ -64,8 +64,7 @@ def _checks_as_ops() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _no_dice() -> Iterator[None]:
+def _no_dice() -> contextlib.AbstractContextManager[None]:
     """Refuse Python's generators, which dynamo would set back to where they are now, in every call."""
     make = RandomVariable.__init__
 
@@ -76,8 +75,7 @@ def _no_dice() -> Iterator[None]:
             )
         make(self, rand, seed, **kwargs)
 
-    with replaced(RandomVariable, __init__=refuse):
-        yield
+    return replaced(RandomVariable, __init__=refuse)
 
 
 class _Shared:
@@ -101,18 +99,13 @@ class _Shared:
                     self.stack.close()
 
 
-@contextlib.contextmanager
-def _unpacked_sequences() -> Iterator[None]:
+def _unpacked_sequences() -> contextlib.AbstractContextManager[None]:
     """transformers looks into the position ids for packed sequences; without any (the eager answer here), None."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
-        yield
-        return
-    with replaced(masking, find_packed_sequence_indices=lambda position_ids: None):
-        yield
+        return contextlib.nullcontext()
+    return replaced(masking, find_packed_sequence_indices=lambda position_ids: None)
 
 
-_results: Final = _Shared(true_results)
-_checks: Final = _Shared(_checks_as_ops)
-_dice: Final = _Shared(_no_dice)
+_always: Final = [_Shared(true_results), _Shared(_checks_as_ops), _Shared(_no_dice)]
 _positions: Final = _Shared(_unpacked_sequences)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -27,16 +26,13 @@ class Autocast:
     kind: str = "cpu"  # the device type of the tensors that are cast
     cache: bool = True
 
-    @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
+    def region(self) -> contextlib.AbstractContextManager[Any]:
         """The state."""
         if not self.dtype:
-            yield
-            return
+            return contextlib.nullcontext()
         import torch
 
-        with torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache):
-            yield
+        return torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache)
 
 
 OFF: Final = Autocast()

@@ -124,7 +124,7 @@ def assemble(
     kind = next(iter(parameters.values())).device.type
     recorder = EagerRecorder([replace(s) for s in program.storages], kind)
     stub, calls = _Stub(program, recorder, parameters), itertools.count(1)
-    gradients: set[int] = set()
+    gradients: set[int] = set()  # storages of the parameters'
 
     def begin(phase: str) -> None:
         if recorder.active:
@@ -132,7 +132,12 @@ def assemble(
             if later and not stub.handing:
                 phase = recorder.phase  # after the last backward nothing is forward or backward of a plan
             if phase == OPTIMIZER:
-                gradients.update(_gradients(step, recorder))
+                given = _parameters(step).items()
+                found = {recorder.known(p.grad): name for name, p in given if p.grad is not None}
+                gradients.update(found)
+                for row, name in ((recorder.storages[s], name) for s, name in found.items()):
+                    if row.category == ACTIVATION:  # autograd may have made copies of the model's
+                        row.name, row.category = f"gradient of {name}", GRADIENT
         recorder.phase = phase
 
     with mode, explained(step.name), recorder, one_hot_as_run(), contextlib.ExitStack() as until_last:
@@ -344,16 +349,6 @@ def _stretches(program: Program, graph_id: Sequence[int], rows: Sequence[OpRow])
 
 def _parameters(step: TrainingStep) -> dict[str, torch.Tensor]:
     return dict(step.model.named_parameters()) | step.loss_parameters
-
-
-def _gradients(step: TrainingStep, recorder: EagerRecorder) -> set[int]:
-    """The storages of the parameters' gradients; autograd may have made copies of the model's."""
-    found = {recorder.known(p.grad): name for name, p in _parameters(step).items() if p.grad is not None}
-    for s, name in found.items():
-        row = recorder.storages[s]
-        if row.category == ACTIVATION:
-            row.name, row.category = f"gradient of {name}", GRADIENT
-    return set(found)
 
 
 def _replacements(recorder: EagerRecorder, stay: set[int]) -> dict[int, tuple[int, int]]:

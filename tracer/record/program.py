@@ -124,8 +124,6 @@ class Program:
 def program_of(captured: Captured) -> Program:
     """Run the graph on fake tensors and note what it does to storages."""
     run = _Run(captured)
-    run.placeholders()
-    run.constants()
     # The buffers that the step overwrites.
     copies = (n.args[0] for n in captured.forward if n.target is aten.copy_.default)
     written = {a for a in copies if a.op == "placeholder"}.union(*map(undeclared_writes, captured.forward))
@@ -159,7 +157,6 @@ class _Run:
     """One run of a captured graph on fake tensors: the value of every node, and the rows of ops and storages."""
 
     def __init__(self, captured: Captured) -> None:
-        self.captured = captured
         nodes = captured.graph_module.graph.nodes
         vals = (n.meta.get("val") for n in reversed(nodes))  # what no op reads is of another mode
         known = next((x.fake_mode for x in vals if isinstance(x, FakeTensor)), None)
@@ -174,19 +171,8 @@ class _Run:
         self._alive: list[torch.Tensor] = []  # keeps every fake storage, so that no address is used twice
         self._op_of: dict[fx.Node, int] = {}
         self.parts: dict[int, list[fx.Node]] = {}  # op -> the node that runs, and the picks from its tuple
-
-    def _id(self, x: torch.Tensor, row: StorageRow) -> int:
-        """The storage of a value; `row` is added if it is new."""
-        key = storage_key(x)
-        if key not in self._ids:
-            self._ids[key] = len(self.storages)
-            self.storages.append(row)
-            self._alive.append(x)
-        return self._ids[key]
-
-    def placeholders(self) -> None:
-        for n in self.captured.placeholders:
-            desc, x = n.meta["desc"], at(n.meta["val"], self.captured.known)
+        for n in captured.placeholders:
+            desc, x = n.meta["desc"], at(n.meta["val"], captured.known)
             category = {"ParamAOTInput": PARAMETER, "BufferAOTInput": BUFFER}.get(type(desc).__name__, INPUT)
             if "tangent_of" in n.meta:
                 name, category = f"gradient of output {n.meta['tangent_of']}", GRADIENT
@@ -199,20 +185,27 @@ class _Run:
             self.storage_of[n] = (s,)
             if category == GRADIENT:
                 self.tangents.append(s)
-        for n in self.captured.numbers:
-            self.env[n] = self.numbers[n] = number(n.meta["val"], self.captured.known)
+        for n in captured.numbers:
+            self.env[n] = self.numbers[n] = number(n.meta["val"], captured.known)
             self.storage_of[n] = ()
-
-    def constants(self) -> None:
-        for n in self.captured.graph_module.graph.nodes:
+        for n in nodes:
             if n.op != "get_attr":
                 continue
             val = n.meta.get("val")  # a fake one of the graph's own mode
-            x = self.env[n] = getattr(self.captured.graph_module, n.target) if val is None else val
+            x = self.env[n] = getattr(captured.graph_module, n.target) if val is None else val
             if isinstance(x, torch.Tensor):
                 with self.mode:
                     x = self.env[n] = x if isinstance(x, FakeTensor) else self.mode.from_tensor(x)
                 self.storage_of[n] = (self._id(x, storage_row(x, str(n.target), OTHER)),)
+
+    def _id(self, x: torch.Tensor, row: StorageRow) -> int:
+        """The storage of a value; `row` is added if it is new."""
+        key = storage_key(x)
+        if key not in self._ids:
+            self._ids[key] = len(self.storages)
+            self.storages.append(row)
+            self._alive.append(x)
+        return self._ids[key]
 
     def op(self, n: fx.Node, phase: str, touched: set[int]) -> None:
         """Run a node. `touched`: the storages that the step overwrites."""

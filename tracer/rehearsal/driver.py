@@ -145,23 +145,18 @@ def _compiler() -> list[str]:
     )
 
 
-def _compiled_for(torch: CudaTorch, gpu: Device) -> int:
-    """For which capability (as 90) the kernels of that torch were compiled that this GPU runs."""
-    text = (torch.libraries / "libtorch_python.so").read_bytes()  # has what torch.cuda.get_arch_list() splits
-    flags = re.search(rb"\0((?:sm|compute)_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0", text)
-    known = [int(n) for n in re.findall(rb"sm_(\d+)", flags[1])] if flags else []
-    major, minor = gpu.sm
-    return max((k for k in known if k // 10 == major and k % 10 <= minor), default=10 * major + minor)
-
-
 def driver_environment(torch: CudaTorch, gpu: Device, *, devices: int = 1) -> dict[str, str]:
     """The variables under which a fresh process finds so many such GPUs, and torch's CUDA code runs without one."""
     place = driver_directory(torch)
     own = os.pathsep.join(str(place / n) for n in (LIBRARY, MANAGEMENT, _compiler_library(torch.cuda[0])))
     before = os.environ.get("LD_PRELOAD", "")
+    text = (torch.libraries / "libtorch_python.so").read_bytes()  # has what torch.cuda.get_arch_list() splits
+    flags = re.search(rb"\0((?:sm|compute)_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0", text)
+    known = [int(n) for n in re.findall(rb"sm_(\d+)", flags[1])] if flags else []
+    major, minor = gpu.sm
     values = {
-        "MAJOR": gpu.sm[0],
-        "MINOR": gpu.sm[1],
+        "MAJOR": major,
+        "MINOR": minor,
         "MULTIPROCESSORS": gpu.multiprocessors,
         "MEMORY": gpu.memory_bytes,
         "MEMORY_MHZ": gpu.memory_mhz,
@@ -169,7 +164,8 @@ def driver_environment(torch: CudaTorch, gpu: Device, *, devices: int = 1) -> di
         "L2": gpu.l2_bytes,
         **{k.upper(): v for k, v in architecture(gpu).items() if k != "sm"},
         "COUNT": devices,
-        "BINARY": _compiled_for(torch, gpu),
+        # For which capability (as 90) the kernels of that torch were compiled that this GPU runs.
+        "BINARY": max((k for k in known if k // 10 == major and k % 10 <= minor), default=10 * major + minor),
         "CUDA": torch.cuda[0] * 1000 + torch.cuda[1] * 10,
     }
     return {

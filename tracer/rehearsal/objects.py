@@ -61,7 +61,12 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, property):
             return property, (value.fget, value.fset, value.fdel, value.__doc__)
         if isinstance(value, types.FunctionType) and not _importable(value):
-            return _of_function(value)
+            # By its code and what that refers to, which may be the function itself.
+            used = {k: value.__globals__[k] for k in _names(value.__code__) if k in value.__globals__}
+            cells = [c.cell_contents for c in value.__closure__ or ()]
+            defaults = {"defaults": value.__defaults__, "by_name": value.__kwdefaults__}
+            made = marshal.dumps(value.__code__), len(cells)
+            return _function, made, {"globals": used, "cells": cells, **defaults}, None, None, _completed
         if isinstance(value, type) and value.__module__ == "__main__":
             own = {k: v for k, v in vars(value).items() if k not in ("__dict__", "__weakref__")}
             return types.new_class, (value.__name__, value.__bases__), own, None, None, _filled
@@ -85,14 +90,6 @@ def _importable(value: Any) -> bool:
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is value
-
-
-def _of_function(value: types.FunctionType) -> Any:
-    """A function by its code and what that refers to, which may be the function itself."""
-    used = {k: value.__globals__[k] for k in _names(value.__code__) if k in value.__globals__}
-    cells = [c.cell_contents for c in value.__closure__ or ()]
-    state = {"globals": used, "cells": cells, "defaults": value.__defaults__, "by_name": value.__kwdefaults__}
-    return _function, (marshal.dumps(value.__code__), len(cells)), state, None, None, _completed
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

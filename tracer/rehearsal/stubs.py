@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -94,14 +94,13 @@ def undefined_symbols(path: Path) -> tuple[str, ...]:
             ) from None
 
 
-def _undefined(file: BinaryIO) -> list[str]:
+def _undefined(file: BinaryIO) -> Iterator[str]:
     header = file.read(64)
     if header[:6] != b"\x7fELF\x02\x01":
         raise ValueError("it does not begin as one")
     (offset,) = struct.unpack_from("<Q", header, 40)
     size, count = struct.unpack_from("<HH", header, 58)
     sections = [_SECTION.unpack(_read(file, offset + size * k, _SECTION.size)) for k in range(count)]
-    names: list[str] = []
     for _, kind, _, _, start, length, link, _, _, _ in sections:
         if kind != _DYNSYM:
             continue
@@ -109,8 +108,7 @@ def _undefined(file: BinaryIO) -> list[str]:
         text = _read(file, table[4], table[5])
         for name, _, _, section, _, _ in _SYMBOL.iter_unpack(symbols):
             if name and section == 0:
-                names.append(text[name : text.index(b"\0", name)].decode())
-    return names
+                yield text[name : text.index(b"\0", name)].decode()
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:

@@ -63,18 +63,15 @@ def placed(model: nn.Module, device: str) -> None:
     model.to(device)
 
 
-@contextmanager
-def initialisers_without_values() -> Iterator[None]:
+def initialisers_without_values() -> AbstractContextManager[None]:
     """Skip torch's initialisers where values mean nothing: under a fake mode the one that asks tensors for theirs, on
     the null driver all, since untouched pages take no memory. Elsewhere nothing changes.
     """
     skipped = ("trunc_normal_",) if is_fake() else INITIALISERS if rehearsing() else ()
-    with replaced(nn.init, **dict.fromkeys(skipped, lambda tensor, *_args, **_kwargs: tensor)):
-        yield
+    return replaced(nn.init, **dict.fromkeys(skipped, lambda tensor, *_args, **_kwargs: tensor))
 
 
-@contextmanager
-def copies_of_constants() -> Iterator[None]:
+def copies_of_constants() -> AbstractContextManager[None]:
     """Let `copy.deepcopy` in the body copy fake tensors of which torch still knows the value, like `torch.tensor(0)`.
 
     torch takes those for tensors with memory and fails to copy it. A batch norm counts its batches in such a one.
@@ -87,8 +84,7 @@ def copies_of_constants() -> Iterator[None]:
         finally:
             self.constant = known
 
-    with replaced(FakeTensor, __deepcopy__=deepcopy):
-        yield
+    return replaced(FakeTensor, __deepcopy__=deepcopy)
 
 
 @contextmanager

@@ -90,11 +90,9 @@ def _memory(error: Exception, name: str) -> OutOfMemoryProblem | None:
     )
 
 
-@contextlib.contextmanager
-def without_torch_log() -> Iterator[None]:
+def without_torch_log() -> contextlib.AbstractContextManager[None]:
     """Keep torch from logging a traceback of an error on fake tensors, which is explained here in a sentence."""
-    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True):
-        yield
+    return replaced(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
 
 
 def explain(error: BaseException, name: str) -> CaptureError:

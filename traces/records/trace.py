@@ -456,23 +456,11 @@ def settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:
     return events
 
 
-def _outputs(
-    nbytes: Mapping[int, int] | Sequence[int], wanted: Sequence[int], asks: list[int]
-) -> dict[int, int]:
-    made = {}
-    for s in wanted:
-        made[s] = sum(1 for n in asks if n > 0)
-        asks.append(nbytes[s])
-    return made
-
-
 def replayed(
     nbytes: Mapping[int, int] | Sequence[int], events: Sequence[int], wanted: Sequence[int], asks: list[int]
 ) -> dict[int, int]:
     """Allocate and free as an op's events say, or else its outputs in order; returns which new block holds each
     storage. To `asks` are added the bytes of a new block, or ~k: the k-th new block is given back."""
-    if not events:
-        return _outputs(nbytes, wanted, asks)
     own, stay = _matched(events)
     asks += own
     made = {}
@@ -481,7 +469,10 @@ def replayed(
             made[s] = stay[nbytes[s]].pop(0)[0]
     # An output that was obtained in pieces, or in place of memory freed: one block of its size stands for it.
     asks += [~block for blocks in stay.values() for block, _ in blocks]
-    return made | _outputs(nbytes, [s for s in wanted if s not in made], asks)
+    for s in [s for s in wanted if s not in made]:
+        made[s] = sum(1 for n in asks if n > 0)
+        asks.append(nbytes[s])
+    return made
 
 
 def that_stay(events: Sequence[int]) -> dict[int, list[int]]:

@@ -7,8 +7,7 @@ themselves.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -17,13 +16,11 @@ from tracer.capture.torch_fixes.whole_kernels import KEYS, python_kernels
 OP = torch.ops.aten.dropout.default
 
 
-@contextlib.contextmanager
-def idle_dropout() -> Iterator[None]:
+def idle_dropout() -> AbstractContextManager[None]:
     """In the body, a dropout with a probability of 0, or outside of training, is its input."""
     copying = OP.py_kernels[KEYS[0]]
 
     def dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
         return copying(x, p, train) if train and p else x
 
-    with python_kernels([OP], dropout):
-        yield
+    return python_kernels([OP], dropout)

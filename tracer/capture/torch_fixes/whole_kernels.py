@@ -24,12 +24,12 @@ OPS: Final = (
 KEYS: Final = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
-@contextlib.contextmanager
-def whole_kernels() -> Iterator[None]:
+def whole_kernels() -> contextlib.AbstractContextManager[None]:
     """In the body, these ops are captured as the kernels that eager runs."""
     packets = [getattr(torch.ops.aten, name) for name in OPS]
-    with python_kernels([getattr(packet, overload) for packet in packets for overload in packet.overloads()]):
-        yield
+    return python_kernels(
+        [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    )
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Final
 
@@ -30,10 +30,8 @@ CLASSES: Final = 1000
 # The auxiliary classifiers' share of the loss, as published: GoogLeNet 0.3 each (Szegedy et al. 2014, section
 # 5); Inception v3 0.4, the weight that its reference training code and torchvision's tutorial use.
 AUXILIARY_WEIGHT: Final = {"googlenet": 0.3, "inception_v3": 0.4}
-SIGNATURES: Final = {
-    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
+OPS: Final = ("nms", "qnms")
+SIGNATURE: Final = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _kept: list[Any] = []  # a torch.library.Library withdraws its definitions when it is collected
 
 
@@ -87,8 +85,7 @@ def _settings(name: str, size: int) -> dict[str, Any]:
     return {"init_weights": True} if name in AUXILIARY_WEIGHT else {}
 
 
-@contextmanager
-def _regnet_widths_computed() -> Iterator[None]:
+def _regnet_widths_computed() -> AbstractContextManager[None]:
     """Let RegNet compute its widths, which it does with tensors, on real float32 ones whatever is set."""
     from torchvision.models.regnet import BlockParams
 
@@ -98,8 +95,7 @@ def _regnet_widths_computed() -> Iterator[None]:
         with unset_fake_temporarily(), made_on("cpu", torch.float32):
             return original(*args, **kwargs)
 
-    with replaced(BlockParams, from_init_params=compute):
-        yield
+    return replaced(BlockParams, from_init_params=compute)
 
 
 def classification_loss(auxiliary_weight: float) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -147,9 +143,9 @@ def import_torchvision() -> ModuleType:
     for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
         del sys.modules[name]
     library = torch.library.Library("torchvision", "FRAGMENT")
-    for name, signature in SIGNATURES.items():
+    for name in OPS:
         if not hasattr(torch.ops.torchvision, name):
-            library.define(signature)
+            library.define(name + SIGNATURE)
     _kept.append(library)
     try:
         return importlib.import_module("torchvision")
