@@ -186,10 +186,13 @@ def rehearse(
 def _record(place: Path, links: Links, run: Any, job: Job | None, number: int, out: Output) -> None:
     """`execute rehearse --trace`: write the step of a rank as a trace."""
     from executor.rehearsed.budget import recorded
+    from tracer.rehearsal.run import LARGE_BYTES
     from traces.records import store
 
     store.check_place(place)
-    saved, step = recorded(partial(run, links.gpu, job=job, rank=number), links)
+    large = replace(links.gpu, memory_bytes=LARGE_BYTES)  # what is recorded need not fit
+    saved, step = recorded(partial(run, large, job=job, rank=number), links)
+    saved = replace(saved, memory_bytes=links.gpu.memory_bytes)
     store.save(step.trace, place)
     what = f"  wrote {place}, with everything saved and gathered once. Next: simulate {place} --budget 60%"
     out.show(saved.to_json, lambda: f"{in_words(saved)}\n{what}")

@@ -180,8 +180,9 @@ def capacity_command(
     simulate capacity llama-1b --gpus h100,a100-80 --ranks 8,64 --amp bfloat16
 
     Any other option goes to `trace`. All is answered by the line through two traces of each GPU; `simulate max-batch`
-    confirms the largest batch. One of several --ranks is rehearsed (`execute rehearse --shard fsdp2`), untouched, and
-    its largest batch confirmed. Exit code 1: none fits anywhere.
+    confirms the largest batch. One of several --ranks is rehearsed (`execute rehearse --shard fsdp2`), untouched and
+    with its blocks recorded, on both sides of its largest batch; plans of these are not rehearsed.
+    Exit code 1: none fits anywhere.
     """
     from simulator.studies.capacity import capacity
 

@@ -7,7 +7,7 @@ from typing import Final
 from simulator.report import charts
 from simulator.report.page import Chart, needed
 from simulator.studies.capacity import FITS, NOT, PLANNED, in_words, verdict
-from simulator.studies.max_batch import MaxBatch
+from simulator.studies.max_batch import RANKS, MaxBatch
 from simulator.studies.rows import Study
 
 COLOURS: Final = {FITS: charts.GREEN, PLANNED: charts.ORANGE, NOT: charts.GREY}
@@ -33,6 +33,8 @@ def heat_map(found: Study[MaxBatch]) -> Chart:
     text = base.mark_text(color=charts.INK).encode(text="words:N")
     caption = (
         f"Green: the untouched model fits, and reserves so much. Orange: it fits with a plan that adds so much time, "
-        f"the paler the less. Grey: it does not fit, with no plan of at most +{price:g} %; of several ranks, untouched."
+        f"the paler the less. Grey: it does not fit, with no plan of at most +{price:g} %."
     )
+    if max(of.data["ranks"] for of in found.rows) > 1:
+        caption += f" {RANKS}"
     return Chart(charts.finish(alt.layer(fields, text), height=40 + 40 * len(found.rows)), caption)

@@ -8,7 +8,7 @@ where a smaller one does not; such islands are not looked for. One of several ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -24,19 +24,23 @@ from simulator.prediction.step import UNTOUCHED, Prediction, predict, provenance
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.rows import Study, columns
 from simulator.studies.tracing import Traced, between, of_one_structure
-from traces.errors import SpecError
+from traces.errors import LowtideError, SpecError
 from traces.isolated import keeping
 from traces.progress import Say, silent
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, RESERVED
+from traces.records.store import load
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
 FIRST: Final = 8  # the first batch size that is traced; the second is STRIDE times that
 STRIDE: Final = 4
 RESERVE_PERCENT: Final = 2  # of a GPU stay free: the median error that the prediction is meant to have
-RANKS: Final = "Several ranks: fully_shard, a batch on each. `execute rehearse --shard fsdp2 --budget` plans."
+RANKS: Final = (
+    "Several ranks: fully_shard, a batch on each. Plans are of its blocks, by a line, with expandable segments; "
+    "`execute rehearse --shard fsdp2 --budget` rehearses one."
+)
 SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time
 
 
@@ -255,23 +259,36 @@ class _Search:
 
 @dataclass(slots=True, kw_only=True)
 class _Ranks(_Search):
-    """The same of one of several ranks, which is rehearsed untouched. Counts: torch's memory and NCCL's."""
+    """The same of one of several ranks, which is rehearsed untouched; plans are made, by the line, of its blocks as two
+    rehearsals recorded them. Counts: torch's memory and NCCL's. Ignores: how a plan changes fragmentation.
+    """
 
     needs_bytes: dict[int, int] = field(default_factory=dict)
+    beside_bytes: dict[int, int] = field(
+        default_factory=dict
+    )  # of what is recorded, what is not asked of torch
+    recordable: bool = True
 
     def trace(self, *batch_sizes: int) -> None:
-        new = sorted({n for n in batch_sizes if 0 < n <= self.top} - self.needs_bytes.keys())
+        sizes = {n for n in batch_sizes if 0 < n <= self.top}
+        new = sorted(sizes - self.needs_bytes.keys())
         found = self.model.rehearsed(new, self.say)
         self.needs_bytes |= {n: r["gpu_bytes"] - r["context_bytes"] for n, r in zip(new, found, strict=True)}
         self.probes.clear()  # of lines that were
         for n in self.needs_bytes:
             self.without(n)
+        if self.traces:
+            self._record(sorted(sizes - self.traces.keys()))
+
+    def _record(self, batch_sizes: Sequence[int]) -> None:
+        told = self.model.rehearsed(batch_sizes, self.say, recorded=True)
+        self.traces |= {n: load(self.model.path(n)) for n in batch_sizes}
+        for n, r in zip(batch_sizes, told, strict=True):
+            asked = r["context_bytes"] + r["steady"]["requested_bytes"]
+            self.beside_bytes[n] = r["gpu_bytes"] - asked
 
     def without(self, batch_size: int) -> bool:
-        near = sorted(self.needs_bytes, key=lambda n: abs(n - batch_size))
-        a, b = (near * 2)[:2]
-        x, y = self.needs_bytes[a], self.needs_bytes[b]
-        needs = x + (y - x) * (batch_size - a) // (b - a or 1)
+        needs = _on_line(self.needs_bytes, batch_size)
         p = self.probes[batch_size] = Probe(
             batch_size=batch_size,
             fits=needs <= self.device.usable_bytes,
@@ -279,6 +296,31 @@ class _Ranks(_Search):
             traced=batch_size in self.needs_bytes,
         )
         return p.fits
+
+    def plan(self, batch_size: int, *, best: bool = False) -> bool:
+        if self.without(batch_size):
+            return True
+        if self.recordable and not self.traces:
+            try:
+                self._record(sorted(self.needs_bytes)[:2])
+            except LowtideError as error:
+                self.recordable = False
+                self.say(f"no plan is looked for: {error}")
+        if not self.traces:
+            return False
+        beside_bytes = max(0, _on_line(self.beside_bytes, batch_size))
+        room = replace(self.device, reserve_bytes=self.device.reserve_bytes + beside_bytes)
+        of = replace(self, device=room, question=replace(self.question.of_planner(), device=lambda _: room))
+        trace = self.step_at(batch_size)
+        self.said[batch_size] = predict(Problem(trace), of.question.setting(trace.meta))
+        self.probes[batch_size], _ = of._planned(batch_size, **({} if best else {"hasty": True}))
+        return bool(self.probes[batch_size].plan_fits)
+
+
+def _on_line(known: Mapping[int, int], n: int) -> int:
+    """What is known at some numbers at another, by the line through the nearest two."""
+    a, b = (sorted(known, key=lambda k: abs(k - n)) * 2)[:2]
+    return known[a] + (known[b] - known[a]) * (n - a) // (b - a or 1)
 
 
 def max_batch(
@@ -305,7 +347,7 @@ def max_batch(
         directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
         multiple_of, maximum: of the batch sizes that are tried.
         batch_sizes: to answer for beside; if there are any, all answers of traces are by the line alone.
-        ranks: of which one, under `fully_shard`, has the batch; no plan is looked for if there are several.
+        ranks: of which one, under `fully_shard`, has the batch; plans of several are not rehearsed.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
         dask: the address of a Dask scheduler on whose workers `trace` runs; "": on this machine.
         words: as for `plan`; `seconds` is for each plan.
@@ -350,13 +392,16 @@ def max_batch(
         without = search.reckoned(search.without, 0, top + step, STRIDE * first, first)
         if ahead:
             search.begin(without, without + step)
+        if ranks > 1:
+            without = search.confirmed(search.without, 0, without)
         at, stride = 2 * max(first, without), max(first, without // 2)
         with_plan = search.reckoned(search.plan, without, top + step, at, stride)
         if ahead:
             progress(f"by the line through two traces, {without} fit, and {with_plan} with a plan")
             search.begin(with_plan, with_plan + step)
-        if ahead or ranks > 1:
+        if ahead:
             without = search.confirmed(search.without, 0, without)
+        if ahead or ranks > 1:
             with_plan = search.confirmed(search.plan, without, max(without, with_plan))
         for n in batch_sizes or [with_plan][:with_plan]:
             search.plan(n, best=True)

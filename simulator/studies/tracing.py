@@ -31,6 +31,8 @@ from traces.records.trace import Trace, Untouched, as_named, settle
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
 AT_ONCE: Final = 2  # processes
+# How a rank is rehearsed whose step is recorded, unless words say otherwise.
+RECORDED: Final = ("--iterations", "3", "--alloc-conf", "expandable_segments:True")
 WAIT_S: Final = 10  # for Dask's scheduler
 
 
@@ -82,11 +84,23 @@ class Traced:
         self._run(jobs, "traced", self.at_once, say)
         return [found[n] if n in found else load(self.path(n)) for n in batch_sizes]
 
-    def rehearsed(self, batch_sizes: Sequence[int], say: Say) -> list[dict[str, Any]]:
-        """What `execute rehearse --json` says at some batch sizes, used again or asked. Raises as `each`."""
-        places = {n: self.path(n).with_suffix(".json") for n in batch_sizes}
-        words = ["executor", "rehearse", self.model, *self.words, "--json", "--batch-size"]
-        jobs = [([*words, str(n)], f"batch {n}", str(at)) for n, at in places.items() if not at.exists()]
+    def rehearsed(self, batch_sizes: Sequence[int], say: Say, recorded: bool = False) -> list[dict[str, Any]]:
+        """What `execute rehearse --json` says at some batch sizes, used again or asked; `recorded`: of steps that are
+        recorded too. Raises as `each`."""
+        places = {n: self.path(n).with_suffix(".saved.json" if recorded else ".json") for n in batch_sizes}
+        words = [
+            "executor",
+            "rehearse",
+            self.model,
+            *RECORDED * recorded,
+            *self.words,
+            "--json",
+            "--batch-size",
+        ]
+        to = {n: ["--trace", str(self.path(n))] * recorded for n in places}
+        jobs = [
+            ([*words, str(n), *to[n]], f"batch {n}", str(at)) for n, at in places.items() if not at.exists()
+        ]
         self._run(jobs, "rehearsed", AT_ONCE, say)
         return [json.loads(place.read_text("utf-8")) for place in places.values()]
 
@@ -144,7 +158,7 @@ def between(low: tuple[int, Trace], high: tuple[int, Trace], size: int) -> Trace
         if isinstance(y, int):
             # Of bytes that are given back as of those that are asked for.
             n = max(0, abs(x) + (abs(y) - abs(x)) * (size - begin) // (end - begin))
-            return n if y > 0 else -n
+            return n if (y or x) > 0 else -n
         if isinstance(y, tuple) and len(x) == len(y):
             return tuple(map(on_the_line, x, y))
         if is_dataclass(y) and not isinstance(y, type):
