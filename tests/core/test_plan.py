@@ -70,9 +70,7 @@ def test_what_is_no_plan(tmp_path: Path, data: object, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit",
-    [{"actions": ()}, {"budget_bytes": 7}, {"exactness": "fp"}],
-    ids=lambda edit: next(iter(edit)),
+    "edit", [{"actions": ()}, {"budget_bytes": 7}, {"exactness": "fp"}], ids=lambda edit: next(iter(edit))
 )
 def test_a_seal_breaks_with_what_the_plan_promises(edit: dict[str, Any]) -> None:
     plan = Plan(

@@ -946,8 +946,7 @@ rows(net=normed, weights_made_by_torch_s_hooks=lambda m: steps(m))
 
 
 Parametrized = made_of(
-    lambda s, x: s.linear(x).sigmoid(),
-    linear=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    lambda s, x: s.linear(x).sigmoid(), linear=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
 )
 rows(net=Parametrized, weights_made_by_a_parametrization=trained)
 
@@ -1159,9 +1158,7 @@ class NamesItsOwn(nn.Sequential):
 
 
 rows(
-    "cannot be captured",
-    net=NamesItsOwn,
-    named_parameters_of_its_own=lambda m: (steps(m), m[0].weight.grad),
+    "cannot be captured", net=NamesItsOwn, named_parameters_of_its_own=lambda m: (steps(m), m[0].weight.grad)
 )
 
 

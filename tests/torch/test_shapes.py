@@ -165,11 +165,7 @@ def inside(batch_size: int, seq_len: int) -> Any:
 def test_a_loss_head_runs_in_tiles_at_every_length() -> None:
     """Down to where the logits are small beside the weights."""
     given, peaks, predicted, budget = trained(
-        f"{__file__}:inside",
-        "seq-len=2:98:24",
-        15,
-        {"allow": "fp", "planner": "save-all"},
-        batch_size=1,
+        f"{__file__}:inside", "seq-len=2:98:24", 15, {"allow": "fp", "planner": "save-all"}, batch_size=1
     )
     assert len(set(given)) == len(predicted) == 5
     assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []
