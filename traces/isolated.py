@@ -67,16 +67,15 @@ def run_fresh(
     """
     # Child processes find the packages where this one found them.
     root = str(Path(__file__).resolve().parent.parent)
-    kept = kept or os.environ.get(KEPT, "")
+    kept, given = kept or os.environ.get(KEPT, ""), {**os.environ, **(overriding or {})}
     env = {
         # torch's C++ parts and its profiler write to stderr by themselves.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "KINETO_LOG_LEVEL": "99",
         **(environment or {}),
-        **os.environ,
-        **(overriding or {}),
+        **given,
         KEPT: kept,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONPATH": os.pathsep.join([root, given.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     lines, told = list[str](), dict[str, Any]({ANSWER: None, SHARE: 0.0})
     waiting = _kept.setdefault(kept, {}).setdefault(json.dumps([function, env]), []) if kept else []

@@ -10,6 +10,7 @@ Counts and ignores: of the requests, what `simulator.allocator.reserved` counts 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -55,8 +56,16 @@ def untouched_requests(trace: Trace) -> Requests | None:
     of = trace.untouched
     if not of.block:
         return None
-    residents = Residents.of(trace, gradients=False).first
-    rows = list(zip(of.block, of.nbytes, of.once, of.phase, strict=True))
+    there, rows = (
+        Residents.of(trace, gradients=False),
+        [*zip(of.block, of.nbytes, of.once, of.phase, strict=True)],
+    )
+    # State that the first step does not ask for is there before, as Adagrad's.
+    given = {~block for block, _, once, _ in rows if once != LATER}
+    asked = Counter(
+        n for k, n, once, phase in rows if n and once != LATER and phase == OPTIMIZER and k not in given
+    )
+    residents = (*there.first, *(Counter(there.state) - asked).elements())
     if LATER not in of.once:
         return _requests_in(rows, residents)
     first = _requests_in([row for row in rows if row[2] != LATER], residents)
