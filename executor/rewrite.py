@@ -99,7 +99,7 @@ class _Writing:
             copy.target = twin
         # A view that runs again looks at its base's new copy with all its parts; another op may run again for some
         # of its outputs only, while the others are still there.
-        partial = again and not self.program.rows[op_id].flags & VIEW
+        partial = again and not row.flags & VIEW
         if again and row.target == RELOAD:
             self.arriving |= dict.fromkeys(row.writes, op.node)
         parts = {op.node: copy}
@@ -116,7 +116,7 @@ class _Writing:
             parts[part] = self._copy(graph, part, (part.target, part.args), again, parts.__getitem__)
             self._put(part, parts[part], graph)
         if graph is self.backward:
-            for key in (*self.program.rows[op_id].reads, *parts):
+            for key in (*row.reads, *parts):
                 self.handed |= dict.fromkeys(self.concerning.get(key, ()), next(reversed(parts.values())))
         if graph is self.forward and not again:
             self.returned.update((n, x) for n, x in parts.items() if n in self.outputs)
@@ -128,14 +128,12 @@ class _Writing:
             self.returned[n] if n in self.returned else self._resolve(n, self.forward)
             for n in captured.outputs
         ]
-        grads = [
-            tuple(None if g is None else self._resolve(g, self.backward) for g in group)
-            for group in (captured.parameter_grads, captured.argument_grads)
-        ]
+        groups = captured.parameter_grads, captured.argument_grads
+        grads = fx.node.map_arg(groups, lambda g: self._resolve(g, self.backward))
         for k, n in self.handed.items():
             n.meta[HANDED] = (*n.meta.get(HANDED, ()), k)
         self.forward.output((tuple(outputs), tuple(self.crossing)))
-        self.backward.output(tuple(grads))
+        self.backward.output(grads)
         for graph in (self.forward, self.backward):
             # FX calls an argument by its target and everything else by its name; if the two differed for one
             # placeholder, another value could bear the name of that argument.

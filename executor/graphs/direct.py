@@ -46,11 +46,8 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(n.target, OpOverload) and all(isinstance(x, FAKE) for x in values):
             args, kwargs = fx.node.map_arg((n.args, n.kwargs), _value)
             leaves, form = pytree.tree_flatten((args, kwargs))
-            key = (
-                n.target,
-                form,
-                tuple(x.dtype if isinstance(x, torch.Tensor) else (type(x), str(x)) for x in leaves),
-            )
+            given = (x.dtype if isinstance(x, torch.Tensor) else (type(x), str(x)) for x in leaves)
+            key = (n.target, form, *given)
             if key not in known:
                 known[key] = OWN.get(n.target) or _function(n.target, args, kwargs)
             copy.target = known[key]

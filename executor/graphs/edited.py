@@ -83,10 +83,8 @@ class _Building:
             number = tiles.target.removeprefix("lowtide.tiles_")
             why = f"a plan that runs the loss head in {number} tiles does not make it"
             not_made[k] = f"output {k} of the model does not exist whole: {why}"
-        grads = [
-            tuple(None if g is None else self._now(NOWHERE, g) for g in group)
-            for group in (before.parameter_grads, before.argument_grads)
-        ]
+        groups = before.parameter_grads, before.argument_grads
+        grads: Any = fx.node.map_arg(groups, lambda g: self._now(NOWHERE, g))
         self.graph.output((tuple(outputs), *grads))
         self.graph.lint()
         calls = [n for n in self.graph.nodes if n.op == "call_function"]
@@ -145,9 +143,8 @@ class _Building:
     def _put_tiles(self, op: Op, like: fx.Node, tiles: InTiles) -> None:
         found = self.found[tiles.storage]
         call = found.parts[tiles.part]
-        made = self._call(
-            op, like, Tiles(found, call, tiles.number), tuple(self._now(op, n) for n in call.inputs)
-        )
+        inputs = tuple(self._now(op, n) for n in call.inputs)
+        made = self._call(op, like, Tiles(found, call, tiles.number), inputs)
         made.meta.pop("val", None)
         for k, (n, value) in enumerate(zip(call.results, op.writes, strict=True)):
             pick = self.graph.call_function(getitem, (made, k))

@@ -6,7 +6,7 @@ Source: c10/core/AllocatorConfig.h and the notes on memory management in torch's
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -58,7 +58,7 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
     """
     if len(text) > MAX_TEXT:
         raise SpecError(f"allocator settings: {len(text):,} characters; torch's options take some hundred.")
-    pairs = _pairs(text)
+    pairs = list(_pairs(text))
     size = _whole("large_segment_size_mb", dict(pairs).get("large_segment_size_mb", "20"), 11)
     least = size // MIB
     options: dict[str, tuple[str, Callable[[str, str], object]]] = {
@@ -105,8 +105,7 @@ def round_up(size_bytes: int, settings: AllocatorSettings) -> int:
     return -(-size_bytes // 512) * 512
 
 
-def _pairs(text: str) -> list[tuple[str, str]]:
-    out: list[tuple[str, str]] = []
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
     for part in filter(None, re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text))):
         key, colon, value = part.partition(":")
         if not colon or not value:
@@ -114,8 +113,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
                 f"allocator settings: {part!r} is not KEY:VALUE; write them as in "
                 "expandable_segments:True,max_split_size_mb:128."
             )
-        out.append((key, value))
-    return out
+        yield key, value
 
 
 def _whole(key: str, value: str, least: int) -> int:

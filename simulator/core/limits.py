@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 UNITS: Final = {
     "": 1,
     "b": 1,
-    **{f"{p}b": 1000**k for k, p in enumerate("kmgt", 1)},
-    **{f"{p}ib": 1024**k for k, p in enumerate("kmgt", 1)},
-    **{p: 1024**k for k, p in enumerate("kmgt", 1)},
+    **{p + of: n**k for k, p in enumerate("kmgt", 1) for of, n in (("b", 1000), ("ib", 1024), ("", 1024))},
 }
 SIZES: Final = "give bytes (8589934592), a size (8GiB, 8GB, 512MiB)"
 BUDGET: Final = "budget"

@@ -120,14 +120,12 @@ def exactness_of(rewrites: Iterable[Rewrite]) -> str:
     return max((LEVERS[r.kind].exactness for r in rewrites), key=EXACTNESS.index, default=EXACTNESS[0])
 
 
-def rewrites_in_words(trace: Trace, plan: Plan) -> list[str]:
+def rewrites_in_words(trace: Trace, plan: Plan) -> Iterator[str]:
     """How the step is changed, a line a kind."""
     by_kind: dict[str, list[Rewrite]] = {}
     for r in plan.rewrites:
         by_kind.setdefault(r.kind, []).append(r)
-    lines = []
     for kind, rewrites in by_kind.items():
         errors = [r.error for r in rewrites if r.error is not None]
         error = f"; relative error of the gradient {max(errors):.1e}" if errors else ""
-        lines.append(f"{kind}: {LEVERS[kind].told(trace, rewrites)}{error}")
-    return lines
+        yield f"{kind}: {LEVERS[kind].told(trace, rewrites)}{error}"

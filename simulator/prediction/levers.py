@@ -130,10 +130,6 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     measured.
     """
     check_named(levers)
-    return problem.once(("changed", budget_bytes, levers), lambda p: _changed(problem, budget_bytes, levers))
-
-
-def _changed(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
     found: dict[Rewrites, Changed] = {}
 
     def worth(rewrites: Rewrites) -> tuple[int, ...]:
@@ -145,11 +141,14 @@ def _changed(problem: Problem, budget_bytes: int, levers: Levers) -> list[Change
             found[rewrites] = Changed(rewrites=rewrites, problem=step, bound=bound)
         return found[rewrites].worth
 
-    worth(())
-    if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
-        climb(ladders(problem, levers), worth)
-    steps = sorted(found.values(), key=lambda step: step.worth, reverse=True)
-    return [step for step in steps if step.bound.feasible] or steps[:1]
+    def made(problem: Problem) -> list[Changed]:
+        worth(())
+        if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
+            climb(ladders(problem, levers), worth)
+        steps = sorted(found.values(), key=lambda step: step.worth, reverse=True)
+        return [step for step in steps if step.bound.feasible] or steps[:1]
+
+    return problem.once(("changed", budget_bytes, levers), made)
 
 
 # Two steps are as good as one another if they differ by one of so many parts.

@@ -57,10 +57,8 @@ class Call:
     @property
     def left_out(self) -> set[int]:
         """The places of the outputs that could have a gradient and that the loss does not differentiate."""
-        found = {
-            k: id(x) for k, x in enumerate(self.outputs) if isinstance(x, torch.Tensor) and x.requires_grad
-        }
-        return {k for k, key in found.items() if key not in self.wanted}
+        tensors = ((k, x) for k, x in enumerate(self.outputs) if isinstance(x, torch.Tensor))
+        return {k for k, x in tensors if x.requires_grad and id(x) not in self.wanted}
 
     def read(self, joint: fx.GraphModule, forward_outputs: int, target: Device | None = None) -> Captured:
         """The joint graph that AOTAutograd made of it, with all of the call's inputs."""

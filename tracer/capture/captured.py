@@ -129,11 +129,10 @@ def plain(
         the calls of forward and of backward, in their order.
     """
     # Detached identities first, so that every later rule sees the real producers.
-    for n in list(graph.nodes):
-        if n.op == "call_function" and n.target is aten.detach.default:
-            n.replace_all_uses_with(n.args[0])
-            mutations = [(t, n.args[0] if v is n else v) for t, v in mutations]
-            graph.erase_node(n)
+    for n in graph.find_nodes(op="call_function", target=aten.detach.default):
+        n.replace_all_uses_with(n.args[0])
+        mutations = [(t, n.args[0] if v is n else v) for t, v in mutations]
+        graph.erase_node(n)
     split_dropout(graph)
     if on_gpu:
         mutations = put_cudnn(graph, mutations)

@@ -223,8 +223,14 @@ class Exchanges:
             if giver == self._rank:
                 self._words.say(word, self._known(tensor))
             done = exchange(*args, **kwargs)
-            if giver != self._rank:
-                self._take(tensor, giver, word)
+            if giver == self._rank:
+                return done
+            what, at, size = f"reads a tensor that rank {giver} gives", tensor.data_ptr(), tensor.nbytes
+            if tensor.device.type == "cpu":
+                ctypes.memmove(at, self._words.hear(giver, word, what), size)
+            else:
+                number = self._words.later(giver, word, what, at)
+                self._driver.null_told(ctypes.c_void_p(at), bytes(size), ctypes.c_size_t(size), number)
             return done
 
         return told
@@ -236,16 +242,6 @@ class Exchanges:
         elif self._driver.null_read(ctypes.c_void_p(at), values, ctypes.c_size_t(size)) <= 0:
             return None
         return values.raw
-
-    def _take(self, tensor: torch.Tensor, giver: int, word: str) -> None:
-        what, at = f"reads a tensor that rank {giver} gives", tensor.data_ptr()
-        if tensor.device.type == "cpu":
-            ctypes.memmove(at, self._words.hear(giver, word, what), tensor.nbytes)
-        else:
-            number = self._words.later(giver, word, what, at)
-            self._driver.null_told(
-                ctypes.c_void_p(at), bytes(tensor.nbytes), ctypes.c_size_t(tensor.nbytes), number
-            )
 
 
 def _copied(value: Any) -> Any:

@@ -134,10 +134,5 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `execute rehearse --json` prints it."""
-        return {
-            **to_json(self),
-            "fits": self.fits,
-            "outside_bytes": self.outside_bytes,
-            "gpu_bytes": self.gpu_bytes,
-            "steady": to_json(self.steady),
-        }
+        told = {name: getattr(self, name) for name in ("fits", "outside_bytes", "gpu_bytes")}
+        return {**to_json(self), **told, "steady": to_json(self.steady)}

@@ -171,9 +171,9 @@ def forget_gradients(tensors: Iterable[torch.Tensor]) -> None:
 
 def fit_tangent(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """An incoming gradient in the layout that the backward graph was captured for; zeros if there is none."""
-    if given is None:
-        # Not zeros_like: `like` is the capture's fake tensor, and so would its zeros be.
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
-    if given.stride() == like.stride():
+    if given is not None and given.stride() == like.stride():
         return given
-    return torch.empty_strided(like.shape, like.stride(), dtype=given.dtype, device=given.device).copy_(given)
+    of = like if given is None else given
+    # Not zeros_like: `like` is the capture's fake tensor, and so would its zeros be.
+    made = torch.empty_strided(like.shape, like.stride(), dtype=of.dtype, device=of.device)
+    return made.zero_() if given is None else made.copy_(given)

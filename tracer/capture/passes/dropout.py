@@ -46,9 +46,7 @@ def _scale(p: float, x: torch.Tensor) -> float:
 
 def split_dropout(graph: fx.Graph) -> None:
     """Replace every training `native_dropout` whose probability lies strictly between 0 and 1."""
-    for n in list(graph.nodes):
-        if n.op != "call_function" or n.target is not aten.native_dropout.default:
-            continue
+    for n in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p, train = n.args
         if train is not True or not 0.0 < p < 1.0:
             continue

@@ -113,8 +113,6 @@ def config_step(
     with quiet_transformers(), made_on(device, getattr(torch, options["dtype"])):
         try:
             model = made_with_values(partial(model_class, config))
-        except LowtideError:
-            raise
         except (ValueError, ImportError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise SpecError(f"{reference} cannot be built: {type(error).__name__}: {error}") from error
         model.train()
