@@ -46,7 +46,7 @@ def test_each_module_is_one_sentence(path: Path) -> None:
 
 # Lines, and the most that there may be. These numbers only go down: who deletes lowers them.
 MOST_LINES = {
-    "product": (30_745, ("traces", "simulator", "tracer", "executor"), ".py"),
+    "product": (30_710, ("traces", "simulator", "tracer", "executor"), ".py"),
     "tests": (28_905, ("tests",), ".py"),
     "C": (1_410, ("tracer", "executor"), (".c", ".h")),
     "manuals": (877, ("README.md", *(f"{room}/README.md" for room in ROOMS)), ".md"),

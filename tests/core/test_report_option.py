@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-import executor.matching as matching
+import executor.cli.main as main
 import executor.plans as plans
 import executor.report as report
 from executor.cli.main import execute
@@ -82,10 +82,9 @@ def test_what_was_measured_is_printed_though_the_page_fails(
 
     plan.save(tmp_path / "plan.json")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        plans, "measure_plan", lambda *_: tiny.measurement(RunFigures(peak_allocated_bytes=2))
-    )
-    monkeypatch.setattr(matching, "trace_of", lambda *_: tiny.chain(2))
+    measured = tiny.measurement(RunFigures(peak_allocated_bytes=2))
+    monkeypatch.setattr(plans, "measure_plan", lambda *_: measured)
+    monkeypatch.setattr(main, "trace_of", lambda *_: tiny.chain(2))
     monkeypatch.setattr(report, "write_measurement", full)
     result = call(execute, "run", "plan.json", "--json", "--report", tmp_path / "page.html")
     assert result.exit_code == 2

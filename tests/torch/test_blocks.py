@@ -23,6 +23,7 @@ from traces.devices import Links, device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Action, BlockPlan, BlockPlans, Plan, load_plan
 from traces.records.store import save
+from traces.records.trace import HELD
 
 
 class Block(nn.Module):
@@ -114,7 +115,8 @@ def composed_in(folder: Path, gathers: Any, *marks: str, gbit: float = 400, **gr
     of = tiny.chain(3)
     if not (folder / "0").exists():
         save(replace(of, meta=replace(of.meta, forward_ops=4, first_backward_graph_op=4)), folder / "0")
-    told = [[*mark.split(), 1 << 20] if " " in mark else [mark, "", 1 << 20] for mark in marks]
+    held = dict.fromkeys(HELD, 0) | {"the rest": 1 << 20}
+    told = [[*f"{mark} ".split(" ")[:2], 0, held] for mark in marks]
     text = json.dumps({"graphs": [*graphs.items()], "marks": told, "gathers": gathers})
     (folder / STEP).write_text(text)
     return compose(folder, Links(gpu=device("h100"), network_gbit_per_s=gbit))
