@@ -10,7 +10,6 @@ Counts and ignores: of the requests, what `simulator.allocator.reserved` counts 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -56,16 +55,13 @@ def untouched_requests(trace: Trace) -> Requests | None:
     of = trace.untouched
     if not of.block:
         return None
-    there, rows = (
-        Residents.of(trace, gradients=False),
-        [*zip(of.block, of.nbytes, of.once, of.phase, strict=True)],
-    )
-    # State that the first step does not ask for is there before, as Adagrad's.
-    given = {~block for block, _, once, _ in rows if once != LATER}
-    asked = Counter(
-        n for k, n, once, phase in rows if n and once != LATER and phase == OPTIMIZER and k not in given
-    )
-    residents = (*there.first, *(Counter(there.state) - asked).elements())
+    there = Residents.of(trace, gradients=False)
+    rows = list(zip(of.block, of.nbytes, of.once, of.phase, strict=True))
+    at_first = [(k, n, phase) for k, n, once, phase in rows if once != LATER]
+    given = {~k for k, n, _ in at_first if not n}
+    kept = any(n and (k < 0 or (phase == OPTIMIZER and k not in given)) for k, n, phase in at_first)
+    # State is there before if the first iteration asks for nothing that stays, as Adagrad's does not.
+    residents = there.first if kept else (*there.first, *there.state)
     if LATER not in of.once:
         return _requests_in(rows, residents)
     first = _requests_in([row for row in rows if row[2] != LATER], residents)
