@@ -264,9 +264,8 @@ class _Ranks(_Search):
     """
 
     needs_bytes: dict[int, int] = field(default_factory=dict)
-    beside_bytes: dict[int, int] = field(
-        default_factory=dict
-    )  # of what is recorded, what is not asked of torch
+    # Of what is recorded, what is not asked of torch.
+    beside_bytes: dict[int, int] = field(default_factory=dict)
     recordable: bool = True
 
     def trace(self, *batch_sizes: int) -> None:
@@ -399,7 +398,6 @@ def max_batch(
         if ahead:
             progress(f"by the line through two traces, {without} fit, and {with_plan} with a plan")
             search.begin(with_plan, with_plan + step)
-        if ahead:
             without = search.confirmed(search.without, 0, without)
         if ahead or ranks > 1:
             with_plan = search.confirmed(search.plan, without, max(without, with_plan))
