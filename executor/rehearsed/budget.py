@@ -22,7 +22,7 @@ from traces.devices import Links
 from traces.errors import BudgetError, LowtideError
 from traces.files import to_json
 from traces.records.plan import ALLOCATED, Action, BlockPlans
-from traces.records.trace import fingerprint
+from traces.records.trace import digests
 from traces.units import show_bytes
 
 MOST_PLANS: Final = 3  # that are rehearsed
@@ -108,14 +108,14 @@ def recorded(run: Run, links: Links) -> tuple[Rehearsal, Composed]:
         saved = run(around=(RECORD, name))
         step = compose(Path(name), links)
     trace = step.trace
-    digest = partial(fingerprint, trace.ops, trace.storages)
+    whole, graph, structure = digests(trace.ops, trace.storages)
     meta = replace(
         trace.meta,
         model=f"{saved.model}, rank {saved.rank} of {saved.ranks}" if saved.ranks else saved.model,
         torch_version=saved.environment["torch"],
-        fingerprint=digest(),
-        graph_fingerprint=digest(eager=False),
-        structure_fingerprint=digest(eager=False, sizes=False),
+        fingerprint=whole,
+        graph_fingerprint=graph,
+        structure_fingerprint=structure,
     )
     return saved, replace(step, trace=replace(trace, meta=meta))
 

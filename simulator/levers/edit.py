@@ -24,8 +24,8 @@ from traces.records.trace import (
     Ops,
     Storages,
     Trace,
+    digests,
     eager_runs,
-    fingerprint,
     uses_of,
 )
 
@@ -323,8 +323,7 @@ class Editing:
             producer=tuple(now(v.producer) for v in self.values),
             hold=tuple(end if v.hold and v.hold is returned else now(v.hold) for v in self.values),
         )
-        which: tuple[dict[str, bool], ...] = ({}, {"eager": False}, {"sizes": False, "eager": False})
-        whole, graph, structure = ("" if draft else fingerprint(ops, storages, **w) for w in which)
+        whole, graph, structure = ("", "", "") if draft else digests(ops, storages)
         backward = self._moved(self.source.meta.first_backward_graph_op)
         later = [i for i in range(backward, len(ops)) if not ops.flags[i] & EAGER]
         meta = replace(

@@ -418,6 +418,13 @@ def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool
     return h.hexdigest()[:16]
 
 
+def digests(ops: Ops, storages: Storages) -> tuple[str, str, str]:
+    """The fingerprints of a header: of the whole trace, of the captured graph, and of that without its sizes."""
+    which: tuple[dict[str, bool], ...] = ({}, {"eager": False}, {"sizes": False, "eager": False})
+    whole, graph, structure = (fingerprint(ops, storages, **w) for w in which)
+    return whole, graph, structure
+
+
 # What one run of an op asks of an allocator, in order, from its events and the storages that it makes
 
 
