@@ -18,11 +18,10 @@ from traces.records.trace import Trace
 from traces.units import show_bytes
 
 
-def write_measurement(path: str | Path, measurement: Measurement, trace: Trace, plan: Plan) -> Path:
+def write_measurement(path: str | Path, m: Measurement, trace: Trace, plan: Plan) -> Path:
     """Write the page for one measurement, whole or not at all, with the trace and the plan that its prediction is of.
     Raises EnvironmentProblem if a package that reports need is missing, PlanError if the plan does not fit the trace.
     """
-    m = measurement
     setting = setting_of(trace.meta, plan.meta.alloc_conf or None)
     c = predict(Problem(trace), setting, plan)
     runs = (

@@ -145,8 +145,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """In the body, these attributes of a module, class or object have other values. Raises EnvironmentProblem if it has
     no such attribute in the installed torch.
     """
-    lacks = next((name for name in values if not hasattr(owner, name)), None)
-    if lacks is not None:
+    if (lacks := next((name for name in values if not hasattr(owner, name)), None)) is not None:
         raise _lacks(f"{owner.__name__}:{lacks}")
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():

@@ -256,6 +256,9 @@ class Output:
             echo(text())
 
 
+shard_option: Final = click.option(
+    "--shard", type=click.Choice(["fsdp2", "ddp"]), help="Shard MODEL so; its batch is that of each rank."
+)
 OUTPUT: Final = (
     click.option("--report", type=ReportFile(), help="Write an HTML page to this file."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of text."),

@@ -15,7 +15,7 @@ import click
 from simulator.cli.options import numbers
 from simulator.core.limits import parse_budget
 from simulator.show.tables import table
-from traces.commands import Grouped, Output, OutputFile, Refused, answer_options, step_options
+from traces.commands import Grouped, Output, OutputFile, Refused, answer_options, shard_option, step_options
 from traces.devices import NETWORK_GBIT_PER_S, Links, device
 from traces.errors import SpecError
 from traces.progress import counted
@@ -56,6 +56,7 @@ SHARD = "executor.rehearsed.shard:sharded"
     type=click.Path(path_type=Path),
     help="Record a rank's step, its gathers and reductions too, into this new directory, for `simulate`.",
 )
+@click.option("-f", "--force", is_flag=True, help="Replace a trace that is there.")
 @click.option("--ranks", callback=numbers, help="Ranks of a distributed job; several numbers give a table.")
 @click.option(
     "--rank",
@@ -63,9 +64,7 @@ SHARD = "executor.rehearsed.shard:sharded"
     help="Which of them to rehearse, such as 0,7. Default: 0.",
 )
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines of the job. Default: of 8 GPUs each.")
-@click.option(
-    "--shard", type=click.Choice(["fsdp2", "ddp"]), help="Shard MODEL so; its batch is that of each rank."
-)
+@shard_option
 @click.option(
     "--budget",
     help="Plan the model's blocks within this much of the GPU, as by nvidia-smi: a size, or a share of "
@@ -91,6 +90,7 @@ def rehearse(
     alloc_conf: str,
     snapshot: Path | None,
     trace: Path | None,
+    force: bool,
     ranks: list[int],
     rank: list[int],
     nodes: int | None,
@@ -140,7 +140,7 @@ def rehearse(
         arguments=arguments,
         module=launch is not None and launch.module,
         apply=(APPLY, str(plan)) if plan else (),
-        script=True if jobs[0][0] and not shard else None,
+        script=True if jobs[0][0] and Path(model).is_file() and not shard else None,
         shard=(SHARD, shard) if shard else (),
         seed=seed,
         iterations=iterations,
@@ -154,7 +154,7 @@ def rehearse(
             )
         links = Links(gpu=device(gpu), network_gbit_per_s=network)
         if trace:
-            _record(trace, links, one, *jobs[0], out)
+            _record(trace, force, links, one, *jobs[0], out)
         else:
             _within_budget(str(budget), links, output, one, *jobs[0], out)
         return
@@ -183,17 +183,19 @@ def rehearse(
             )
 
 
-def _record(place: Path, links: Links, run: Any, job: Job | None, number: int, out: Output) -> None:
+def _record(
+    place: Path, force: bool, links: Links, run: Any, job: Job | None, number: int, out: Output
+) -> None:
     """`execute rehearse --trace`: write the step of a rank as a trace."""
     from executor.rehearsed.budget import recorded
     from tracer.rehearsal.run import LARGE_BYTES
     from traces.records import store
 
-    store.check_place(place)
+    store.check_place(place, force=force)
     large = replace(links.gpu, memory_bytes=LARGE_BYTES)  # what is recorded need not fit
     saved, step = recorded(partial(run, large, job=job, rank=number), links)
     saved = replace(saved, memory_bytes=links.gpu.memory_bytes)
-    store.save(step.trace, place)
+    store.save(step.trace, place, force=force)
     what = f"  wrote {place}, with everything saved and gathered once. Next: simulate {place} --budget 60%"
     out.show(saved.to_json, lambda: f"{in_words(saved)}\n{what}")
 

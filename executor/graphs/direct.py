@@ -29,9 +29,8 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, form = pytree.tree_flatten((args, kwargs))
-        self.seen.append(
-            (func, form, [id(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves])
-        )
+        given = [id(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves]
+        self.seen.append((func, form, given))
         return func(*args, **(kwargs or {}))
 
 

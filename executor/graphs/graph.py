@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -338,7 +339,7 @@ def compile_graph(
         left_out,
         fw_compiler=graph.forward,
         bw_compiler=graph.backward,
-        inference_compiler=lambda gm, _: _marked_boxed(direct(gm).forward),
+        inference_compiler=lambda gm, _: _marked_boxed(partial(direct(gm).forward)),
         partition_fn=graph.partition,
     )
     graph.module = graph.joint = graph.decide = None  # which only compiling needs
@@ -361,12 +362,8 @@ def _leaves_autocast(graph: fx.Graph) -> bool:
 
 def _marked_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """The function with the mark by which AOTAutograd knows that it takes a list."""
-
-    def call(values: list[Any]) -> Any:
-        return run(values)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _only_norms_write(n: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from tracer.step.release import check_alone, hand
 from tracer.torch_api import BoxedCodeGen
 from traces.errors import PlanError
 
-Backward = Callable[[list[Any]], Any]
+Backward = Callable[[list[Any]], Sequence[torch.Tensor | None]]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
 
 
@@ -34,8 +34,7 @@ def backward(
     made: dict[int, torch.Tensor] = {}
     # Not a second list, which would hold the values until the end.
     values[:0] = [made.__setitem__, lambda k: hand(parameters[k], [made.pop(k)])]
-    rest: Sequence[torch.Tensor | None] = _handing(module, places)(values)
-    return rest
+    return _handing(module, places)(values)
 
 
 def _handing(module: fx.GraphModule, places: Sequence[int]) -> Backward:

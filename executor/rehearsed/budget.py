@@ -108,14 +108,11 @@ def recorded(run: Run, links: Links) -> tuple[Rehearsal, Composed]:
         saved = run(around=(RECORD, name))
         step = compose(Path(name), links)
     trace = step.trace
-    whole, graph, structure = digests(trace.ops, trace.storages)
     meta = replace(
         trace.meta,
         model=f"{saved.model}, rank {saved.rank} of {saved.ranks}" if saved.ranks else saved.model,
         torch_version=saved.environment["torch"],
-        fingerprint=whole,
-        graph_fingerprint=graph,
-        structure_fingerprint=structure,
+        **digests(trace.ops, trace.storages),
     )
     return saved, replace(step, trace=replace(trace, meta=meta))
 

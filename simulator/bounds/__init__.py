@@ -147,8 +147,7 @@ class Instants:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.trace = problem, problem.trace
-        trace = problem.trace
-        ops, sts = trace.ops, trace.storages
+        ops, sts = problem.trace.ops, problem.trace.storages
         self.turn = turn = problem.forward_end
         # By op: the schedule of an empty plan has no further steps but for what comes back from host memory.
         of_steps = problem.saved.timeline

@@ -19,6 +19,7 @@ from traces.records.plan import Rewrite
 from traces.records.store import validate
 from traces.records.trace import (
     BACKWARD,
+    DIGESTS,
     EAGER,
     FORWARD,
     Ops,
@@ -323,7 +324,6 @@ class Editing:
             producer=tuple(now(v.producer) for v in self.values),
             hold=tuple(end if v.hold and v.hold is returned else now(v.hold) for v in self.values),
         )
-        whole, graph, structure = ("", "", "") if draft else digests(ops, storages)
         backward = self._moved(self.source.meta.first_backward_graph_op)
         later = [i for i in range(backward, len(ops)) if not ops.flags[i] & EAGER]
         meta = replace(
@@ -331,12 +331,10 @@ class Editing:
             forward_ops=end + 1,
             first_backward_graph_op=backward,
             within_backward=eager_runs(ops.flags, later),
-            fingerprint=whole,
-            graph_fingerprint=graph,
-            structure_fingerprint=structure,
             stretches=(),
             rates=self.rates,
             untouched_peak_bytes=0,
+            **(dict.fromkeys(DIGESTS, "") if draft else digests(ops, storages)),
         )
         made = replace(self.source, meta=meta, ops=ops, storages=storages)
         return made if draft else validate(made)

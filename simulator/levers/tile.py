@@ -202,10 +202,9 @@ def _put(editing: Editing, part: Part, tiles: Op) -> None:
 def _factor(editing: Editing, stretch: Stretch) -> tuple[Value, list[Op]]:
     """The number in which backward is linear, and the op that makes it, if it is one of the graph."""
     body = {editing.op[i] for i, _ in stretch.body}
-    known = {s for _, s in stretch.inputs} | {
-        s for i, _ in stretch.body for s in editing.source.ops.writes[i]
-    }
-    read = {s for i, _ in stretch.body for s in editing.source.ops.reads[i]} - known
+    ops = editing.source.ops
+    known = {s for _, s in stretch.inputs}.union(*(ops.writes[i] for i, _ in stretch.body))
+    read = {s for i, _ in stretch.body for s in ops.reads[i]} - known
     if len(read) != 1:
         raise PlanError(f"the stretch of storage {stretch.storage} depends on several numbers of backward.")
     value = editing.value[read.pop()]

@@ -53,9 +53,8 @@ def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Any:
 def finish(chart: Any, *, height: int) -> dict[str, Any]:
     """The specification at the page's full width, without the address of its schema."""
     spec: dict[str, Any] = chart.properties(width="container", height=height).to_dict()
-    spec.pop("$schema", None)
-    spec.pop("config", None)
-    return {**spec, "autosize": {"type": "fit-x", "contains": "padding"}}
+    kept = {k: v for k, v in spec.items() if k not in ("$schema", "config")}
+    return {**kept, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 
 def colour(field: str, colours: Mapping[str, str]) -> Any:

@@ -109,8 +109,7 @@ def render(page: Page) -> str:
     dense = {"separators": (",", ":"), "sort_keys": True, "ensure_ascii": False}
     environment.policies["json.dumps_kwargs"] = dense
     environment.filters["cell"] = lambda c: c if isinstance(c, Cell) else Cell(text=str(c))
-    text: str = environment.get_template("page.html").render(page=page, bundle=bundle() if charts else "")
-    return text
+    return str(environment.get_template("page.html").render(page=page, bundle=bundle() if charts else ""))
 
 
 def write_page(path: str | Path, page: Page) -> Path:

@@ -88,19 +88,9 @@ class Traced:
         """What `execute rehearse --json` says at some batch sizes, used again or asked; `recorded`: of steps that are
         recorded too. Raises as `each`."""
         places = {n: self.path(n).with_suffix(".saved.json" if recorded else ".json") for n in batch_sizes}
-        words = [
-            "executor",
-            "rehearse",
-            self.model,
-            *RECORDED * recorded,
-            *self.words,
-            "--json",
-            "--batch-size",
-        ]
-        to = {n: ["--trace", str(self.path(n))] * recorded for n in places}
-        jobs = [
-            ([*words, str(n), *to[n]], f"batch {n}", str(at)) for n, at in places.items() if not at.exists()
-        ]
+        words = ["executor", "rehearse", self.model, *RECORDED * recorded, *self.words, "--json"]
+        at = {n: ["--batch-size", str(n), *["--trace", str(self.path(n))] * recorded] for n in places}
+        jobs = [([*words, *at[n]], f"batch {n}", str(to)) for n, to in places.items() if not to.exists()]
         self._run(jobs, "rehearsed", AT_ONCE, say)
         return [json.loads(place.read_text("utf-8")) for place in places.values()]
 

@@ -16,6 +16,7 @@ from simulator.core.problem import Problem, peak_by_category
 from simulator.prediction.ask import plan
 from tests.commands import call
 from tests.rehearsal.test_rehearsal import script
+from tracer.cli.main import trace as recorder
 from tracer.rehearsal.jobs import Job
 from tracer.rehearsal.run import rehearse
 from traces.records.plan import BlockPlans
@@ -155,10 +156,12 @@ def test_tensor_parallel_blocks_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["fsdp2()", pytest.param("ddp()", marks=pytest.mark.slow)])
-def test_a_ranks_step_is_recorded_with_what_is_gathered_and_reduced(tmp_path: Path, model: str) -> None:
+def test_a_ranks_step_is_recorded_with_what_is_gathered_and_reduced(
+    tmp_path: Path, model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     program, place = script(tmp_path, RANK.replace("MODEL", model)), tmp_path / "rank"
-    given = ("rehearse", program, "--gpu", "h100", "--iterations", 3, "--ranks", 8, "--json", "-q")
-    told = answer_of(call(execute, *given, "--trace", place))
+    assert not call(recorder, program, "--target=h100", "--ranks", 8, "--json", "-q", "-o", place).exit_code
+    told = json.loads(capfd.readouterr().out)
     trace = load(place)
     check_fingerprints(trace, place, graph=True)
     run = Problem(trace).replay()
@@ -178,8 +181,8 @@ def test_what_a_budget_is_not_for_is_refused(tmp_path: Path) -> None:
     for words in (["--ranks", "1,2"], ["--iterations", "2"], ["--plan", program]):
         done = plan_for(program, "80%", *words)
         assert (done.exit_code, "--budget plans for one rank" in done.output) == (2, True)
-    done = call(execute, "rehearse", program, "--gpu", "h100", "-o", tmp_path / "plan.json")
-    assert "which --budget makes" in done.output
+    assert "--budget makes" in call(execute, "rehearse", program, "--gpu=h100", "-o", tmp_path / "p").output
+    assert "for a --target such as h100" in call(recorder, program, "--ranks", "8", "--device", "cuda").output
 
 
 def of_rank(folder: Path, reshard: bool | int, shape: str) -> str:

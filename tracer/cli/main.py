@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 import time
 from inspect import unwrap
 from pathlib import Path
@@ -18,11 +20,13 @@ from traces.commands import (
     answer_options,
     echo,
     json_option,
+    shard_option,
     stdout_free,
     step_options,
 )
 from traces.errors import LowtideError, SpecError
 from traces.model_spec import short_name
+from traces.processes import ending_with_this
 from traces.progress import counted
 from traces.shapes import Shapes, in_words, label
 from traces.units import show_bytes, show_time
@@ -58,6 +62,8 @@ def trace() -> None:
     "--target", help="Record the step of this device of `trace targets`, such as h100 (default: cpu)."
 )
 @click.option("--device", help="Measure the step on this machine's cpu or cuda. Without it nothing runs.")
+@click.option("--ranks", type=click.IntRange(min=2), help="Record one of so many ranks of a job on --target.")
+@shard_option
 @step_options
 @click.option("--shapes", help="Record a trace of each shape of a range, such as seq-len=16:512.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the batch.")
@@ -80,22 +86,38 @@ def run_model(
     from traces.records import store
 
     begin = time.perf_counter()
+    where = output or Path(default_name(model, options))
+    if options["ranks"] or options["shard"]:
+        sys.exit(record_rank(model, {**options, "shapes": shapes, "trace": where, "force": force}, out))
+    del options["ranks"], options["shard"]
     if shapes is not None:
         record_shapes(model, shapes, output, force, options, out)
         return
-    where = output or Path(default_name(model, options))
     store.check_place(where, force=force)
 
     with stdout_free(out.as_json):
         record = unwrap(api.trace)(model, say=out.say, **options)
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin
-    told = {"trace": str(where), "seconds": seconds}
-    out.show(lambda: {**told, **record.summary()}, lambda: record.text(str(where)))
+    out.show(
+        lambda: {"trace": str(where), "seconds": seconds, **record.summary()}, lambda: record.text(str(where))
+    )
     if not out.as_json:
         out.say(
             f"Recorded in {seconds:.1f} s. Next: simulate {shlex.quote(str(where))} --budget 60% -o plan.json"
         )
+
+
+def record_rank(model: str, options: dict[str, Any], out: Output) -> int:
+    """Have `execute rehearse` record one rank of a job; returns its exit code."""
+    device, shapes, gpu, *_ = map(options.pop, ("device", "shapes", "target", "rounds", "warmup"))
+    if device or shapes or not gpu or not options["ranks"]:
+        raise SpecError("one of --ranks is recorded for a --target such as h100, by no --device or --shapes.")
+    given = {**options, "gpu": gpu, "json": out.as_json, "quiet": out.quiet}
+    words = [f"--{name.replace('_', '-')}={value}".removesuffix("=True") for name, value in given.items()]
+    words = [w for w in words if not w.endswith(("=None", "=False"))]
+    command = [sys.executable, "-m", "executor", "rehearse", model, *words]
+    return subprocess.run(command, check=False, **ending_with_this()).returncode
 
 
 def answer(words: list[str]) -> dict[str, Any]:

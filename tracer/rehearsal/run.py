@@ -99,10 +99,9 @@ def rehearse(
     if shard and (runs_script or job is None):
         why = "a script shards its model itself" if runs_script else "it belongs to a job of several --ranks"
         raise SpecError(f"{model}: leave --shard out; {why}.")
-    if job and not (shard or module or Path(model).is_file()):
+    if job and not (shard or module or source_file(model)):
         raise SpecError(
-            f"{model} is no script, and only a script runs as one of several ranks by itself; name a .py file, or say "
-            "with --shard how to shard the model."
+            f"{model} does not shard itself among several ranks; say with --shard how to, or name a .py file that does."
         )
     given = {
         "model": model,

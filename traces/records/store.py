@@ -21,6 +21,7 @@ from traces.errors import TraceError
 from traces.files import check_writable, from_json, umask
 from traces.records.trace import (
     CATEGORIES,
+    DIGESTS,
     FLAG_NAMES,
     MOST,
     PHASES,
@@ -327,13 +328,7 @@ def check_fingerprints(trace: Trace, name: str | Path, *, graph: bool = False) -
 
     `load` leaves this out, because it takes more than half as long as loading does.
     """
-    told: dict[str, dict[str, bool]] = {"fingerprint": {}}
-    if graph:
-        told |= {
-            "graph_fingerprint": {"eager": False},
-            "structure_fingerprint": {"eager": False, "sizes": False},
-        }
-    for field, which in told.items():
+    for field, which in [*DIGESTS.items()][: None if graph else 1]:
         digest, real = getattr(trace.meta, field), fingerprint(trace.ops, trace.storages, **which)
         if digest != real:
             raise TraceError(

@@ -385,6 +385,12 @@ def eager_runs(flags: Sequence[int], graph: Sequence[int]) -> tuple[tuple[int, i
     return tuple((others[a], b - a) for a, b in pairwise([*starts, len(others)]))
 
 
+# By field of a header: of the whole trace, of the captured graph, and of that without its sizes.
+DIGESTS: Final[dict[str, dict[str, bool]]] = {
+    "fingerprint": {}, "graph_fingerprint": {"eager": False}, "structure_fingerprint": {"eager": False, "sizes": False},
+}  # fmt: skip
+
+
 def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool = True) -> str:
     """A short digest of what a plan depends on: which ops run in which order on which storages.
 
@@ -418,11 +424,9 @@ def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool
     return h.hexdigest()[:16]
 
 
-def digests(ops: Ops, storages: Storages) -> tuple[str, str, str]:
-    """The fingerprints of a header: of the whole trace, of the captured graph, and of that without its sizes."""
-    which: tuple[dict[str, bool], ...] = ({}, {"eager": False}, {"sizes": False, "eager": False})
-    whole, graph, structure = (fingerprint(ops, storages, **w) for w in which)
-    return whole, graph, structure
+def digests(ops: Ops, storages: Storages) -> dict[str, Any]:
+    """The fingerprints of a header by its fields, which DIGESTS names."""
+    return {name: fingerprint(ops, storages, **of) for name, of in DIGESTS.items()}
 
 
 # What one run of an op asks of an allocator, in order, from its events and the storages that it makes
