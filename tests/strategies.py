@@ -136,9 +136,8 @@ def random_actions(trace: Trace, rng: Random) -> tuple[Action, ...]:
     for s in problem.candidates:
         if rng.random() < 0.6:
             recipe = RECOMPUTE if rng.random() < 0.6 else SAVE
-            actions.append(
-                Action(storage=s, recipe=recipe, retain=rng.random() < 0.6, evict_after=some_of(s))
-            )
+            retain, evicted = rng.random() < 0.6, some_of(s)
+            actions.append(Action(storage=s, recipe=recipe, retain=retain, evict_after=evicted))
     for s, producer in enumerate(sts.producer):
         if problem.saved_by_default[s] or problem.pinned[s] or not 0 <= producer < trace.meta.forward_ops:
             continue

@@ -125,9 +125,7 @@ def summary(found: Answer, at_sizes: list[str], output: Path | None, verbose: bo
         largest = holders(c.step.trace, c.planned, most=TOP_HOLDERS).without("op", "shape")
         lines += [sentence, *parts.lines(), *largest.lines()]
     if c.trace.meta.device == RANK:
-        lines.append(
-            "Next: `execute rehearse --budget` plans the blocks of this rank so that they train by it."
-        )
+        lines.append("Next: `execute rehearse --budget` plans this rank's blocks so that they train by it.")
     elif output is not None:
         lines.append(f"Next: execute {shlex.quote(str(output))}")
     elif c.plan.changes:

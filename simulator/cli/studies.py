@@ -66,9 +66,7 @@ def compare_command(trace_name: str, words: Words, planners: tuple[str, ...] | N
 
 @click.command("pareto")
 @click.argument("trace_name", metavar="TRACE")
-@click.option(
-    "--points", type=click.IntRange(min=2), default=20, show_default=True, help="Number of budgets."
-)
+@click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="How many budgets.")
 @asking(PLANNER, *SEARCH, *DEVICE)
 @output_options
 def pareto_command(trace_name: str, points: int, words: Words, out: Output) -> None:

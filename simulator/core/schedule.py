@@ -100,9 +100,7 @@ def why_not(facts: Facts, storage: int) -> str:
         return "code outside the captured graph holds it"
     if marks := _marks(trace, producer):
         return f"its op {trace.ops.name[producer]} is marked {marks}"
-    return (
-        "it is empty, or made from what is random and not saved, or from a parameter that is stepped before"
-    )
+    return "it is empty, or made from what is random and not saved, or from a parameter stepped before"
 
 
 def _marks(trace: Trace, op: int) -> str:

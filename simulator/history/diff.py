@@ -23,9 +23,8 @@ class Diff:
     def changes(self, part: str) -> list[Change]:
         """The PEAKS; or by one of PARTS what changed, most first, nothing where the runs have no name in common."""
         if part == PEAKS:
-            return [
-                (k, n, self.after.peaks[k]) for k, n in self.before.peaks.items() if k in self.after.peaks
-            ]
+            after = self.after.peaks
+            return [(k, n, after[k]) for k, n in self.before.peaks.items() if k in after]
         a, b = (h.parts.get(part, {}) for h in (self.before, self.after))
         if not a.keys() & b.keys() - {""}:
             return []

@@ -18,17 +18,19 @@ from simulator.allocator.caching import Allocator, Block
 from simulator.allocator.requests import Recorder, Requests, recorded
 from simulator.allocator.settings import AllocatorSettings
 from simulator.core.facts import OFFLOAD, RELOAD, transfer_ns
-from simulator.core.problem import Problem, Replay, by_category
+from simulator.core.problem import Problem, Replay, by_category, categories_of
 from simulator.core.schedule import Schedule
 from simulator.history.run import NO_MODULE, OURS
 from simulator.prediction.step import Prediction
 from traces.errors import SpecError
 from traces.files import replacing, write_text
 from traces.records.measurement import ITERATIONS
-from traces.records.trace import OPTIMIZER, OPTIMIZER_STATE, PARAMETER, PHASES, WORKSPACE, Trace
+from traces.records.trace import OPTIMIZER, OPTIMIZER_STATE, PARAMETER, PHASES, VIEW, WORKSPACE, Trace
 
 SNAPSHOT, PERFETTO = ".pickle", ".json"
 AGAIN = "recomputed here"  # in frames, under an op that runs again
+TIMELESS = "no time of its own"  # what a rank does beside its blocks
+COPIES = {OFFLOAD: "copies to host memory", RELOAD: "copies from host memory"}
 Frames = list[dict[str, Any]]
 
 
@@ -46,9 +48,7 @@ def write_export(path: Path, c: Prediction) -> None:
 def check_export(path: Path) -> None:
     """Raise SpecError if the ending is not that of a file that `write_export` can write."""
     if path.suffix not in (SNAPSHOT, PERFETTO):
-        raise SpecError(
-            f"--export {path}: end it in {SNAPSHOT} for memory_viz, or in {PERFETTO} for Perfetto."
-        )
+        raise SpecError(f"--export {path}: end it in {SNAPSHOT} for memory_viz, or {PERFETTO} for Perfetto.")
 
 
 def snapshot_of(c: Prediction) -> dict[str, Any]:
@@ -217,32 +217,35 @@ class _Film:
 
 
 def perfetto_of(trace: Trace, replay: Replay) -> dict[str, Any]:
-    """The step in the trace-event format, which Perfetto and chrome://tracing open: counters by category, ops by
-    phase, copies to and from host memory as they follow each other."""
+    """The step in the trace-event format, which Perfetto and chrome://tracing open: counters of all bytes and by
+    category, ops by phase, copies to and from host memory as they follow each other."""
     schedule, timeline, ops = replay.schedule, replay.timeline, trace.ops
-    tracks = [*PHASES, AGAIN, "copies to host memory", "copies from host memory"]
-    rows: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": trace.meta.model}}
-    ]
-    for k, name in enumerate(tracks):
-        for key, told in (("name", name), ("sort_index", k)):
-            rows.append({"ph": "M", "name": f"thread_{key}", "pid": 1, "tid": k, "args": {key: told}})
-    free_ns = {OFFLOAD: 0, RELOAD: 0}
-    for k, (op, now) in enumerate(zip(schedule.op, by_category(trace, schedule, timeline), strict=True)):
+    rows: list[dict[str, Any]] = []
+
+    def tell(ph: str, name: str, args: Any, **more: Any) -> None:
+        rows.append({"ph": ph, "name": name, "pid": 1, "args": args, **more})
+
+    tell("M", "process_name", {"name": trace.meta.model})
+    # From 2: Perfetto takes threads 0 and 1 of process 1 for one.
+    tracks = {name: k for k, name in enumerate((*PHASES, AGAIN, *COPIES.values(), TIMELESS), 2)}
+    for name, k in tracks.items():
+        tell("M", "thread_name", {"name": name}, tid=k)
+        tell("M", "thread_sort_index", {"sort_index": k}, tid=k)
+    free_ns = dict.fromkeys(COPIES, 0)
+    counted = list(by_category(trace, schedule, timeline))
+    known = [c for c in categories_of(trace) if any(now[c] for now in counted)]
+    for k, (op, now) in enumerate(zip(schedule.op, counted, strict=True)):
         begin, again, target = timeline.start_ns[k], schedule.recompute[k], ops.target[op]
         args = {"op": op, "target": target, "module": ops.module[op], "bytes at most": timeline.peak_bytes[k]}
-        track = tracks.index(AGAIN if again else ops.phase[op])
-        slices = [(track, begin, timeline.duration_ns[k])] if timeline.duration_ns[k] else []
+        tell("C", "allocated", {"bytes": timeline.peak_bytes[k]}, ts=begin / 1000)  # shown by both names
+        tell("C", "allocated bytes", {c: now[c] for c in known}, ts=begin / 1000)
+        took = timeline.duration_ns[k]
+        drawn = took or (ops.writes[op] and target not in COPIES and not ops.flags[op] & VIEW)
+        slices = [((AGAIN if again else ops.phase[op]) if took else TIMELESS, begin, took)] if drawn else []
         if target == OFFLOAD or (target == RELOAD and again):
             begin, took = max(begin, free_ns[target]), transfer_ns(trace, op)
             free_ns[target] = begin + took
-            slices.append((4 if target == OFFLOAD else 5, begin, took))
+            slices.append((COPIES[target], begin, took))
         for track, begin, took in slices:
-            rows.append(
-                {"ph": "X", "name": ops.name[op], "cat": "op", "pid": 1, "tid": track, "ts": begin / 1000,
-                 "dur": took / 1000, "args": args}
-            )  # fmt: skip
-        rows.append(
-            {"ph": "C", "name": "allocated bytes", "pid": 1, "ts": timeline.start_ns[k] / 1000, "args": now}
-        )
+            tell("X", ops.name[op], args, cat="op", tid=tracks[track], ts=begin / 1000, dur=took / 1000)
     return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"model": trace.meta.model}}

@@ -109,9 +109,8 @@ def _peaks(trace: Trace, fit: DeviceFit, replay: Replay) -> LoopPeaks:
         if f.peak_block_bytes is None or f.peak_reserved_bytes is None:  # a CPU
             return raised
         blocks = f.peak_block_bytes + more
-        return replace(
-            raised, peak_block_bytes=blocks, peak_reserved_bytes=max(f.peak_reserved_bytes, blocks)
-        )
+        reserved = max(f.peak_reserved_bytes, blocks)
+        return replace(raised, peak_block_bytes=blocks, peak_reserved_bytes=reserved)
 
     return LoopPeaks(
         iterations=tuple(moved(f, True) for f in found.iterations),

@@ -44,10 +44,8 @@ def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Any:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(kinds)
     writer.writerows(rows)
-    parse = {name: "string" if kind == "N" else "number" for name, kind in kinds.items()}
-    return alt.Chart(
-        alt.InlineData(values=file.getvalue(), format=alt.CsvDataFormat(type="csv", parse=parse))
-    )
+    read = {name: "string" if kind == "N" else "number" for name, kind in kinds.items()}
+    return alt.Chart(alt.InlineData(values=file.getvalue(), format=alt.CsvDataFormat(type="csv", parse=read)))
 
 
 def finish(chart: Any, *, height: int) -> dict[str, Any]:

@@ -224,9 +224,8 @@ def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Pa
     machine.equal = False
     result = call(execute, "campaign", cases(tmp_path, TWO_MODELS), "-o", tmp_path / "c", "--json", "-q")
     assert result.exit_code == 1
-    assert (
-        "4 of 6 cases: verification failed; bert-tiny save-all: not equal to eager: step 1" in result.stderr
-    )
+    said = "4 of 6 cases: verification failed; bert-tiny save-all: not equal to eager: step 1"
+    assert said in result.stderr
     data = json.loads(result.stdout)
     assert data["statuses"] == {"verification failed": 4, "infeasible": 2}
     assert len(data["cases"]) == data["asked"] == 6

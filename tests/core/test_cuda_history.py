@@ -16,9 +16,8 @@ def alloc(addr: int, size: int) -> list[dict[str, Any]]:
 
 
 def free(addr: int, size: int) -> list[dict[str, Any]]:
-    return [
-        {"action": a, "addr": addr, "size": size, "stream": 0} for a in ("free_requested", "free_completed")
-    ]
+    actions = ("free_requested", "free_completed")
+    return [{"action": action, "addr": addr, "size": size, "stream": 0} for action in actions]
 
 
 def mark(addr: int) -> list[dict[str, Any]]:

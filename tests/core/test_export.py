@@ -1,23 +1,19 @@
-"""A predicted step as torch's snapshot and as Perfetto's events, and the pages of runs: figures are the replay's."""
+"""A predicted step as torch's snapshot, and the pages of runs: figures are the replay's."""
 
 from __future__ import annotations
 
 import csv
 import json
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from simulator.allocator.replay import peak_reserved
 from simulator.cli.main import main
-from simulator.core.facts import OFFLOAD
 from simulator.core.problem import peak_by_category
-from simulator.history.export import AGAIN, perfetto_of, snapshot_of
+from simulator.history.export import AGAIN, snapshot_of
 from simulator.history.snapshot import history_of, recording_of
-from simulator.prediction.ask import plan as planned
 from simulator.prediction.ask import simulate
 from tests import tiny
 from tests.core.test_history import chain
@@ -52,34 +48,6 @@ def test_an_exported_step_of_a_gpu_reserves_what_is_predicted(conf: str) -> None
     assert h.most_reserved_bytes == reserved.peak_reserved_bytes == max(there for _, there in h.curve)
     recording = recording_of(data, "s")
     assert peak_reserved(recording, recording.settings) == reserved.peak_reserved_bytes
-
-
-def test_perfettos_events_are_of_the_trace_event_format() -> None:
-    c = chain(3, 4)
-    data = json.loads(json.dumps(perfetto_of(c.step.trace, c.planned)))
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for row in data["traceEvents"]:
-        kinds.setdefault(row["ph"], []).append(row)
-        assert row["name"]
-        assert row["pid"] == 1
-    assert {*kinds} == {"M", "X", "C"}
-    names = {row["tid"]: row["args"]["name"] for row in kinds["M"] if row["name"] == "thread_name"}
-    again = [row for row in kinds["X"] if names[row["tid"]] == AGAIN]
-    assert len(again) == c.planned.timeline.recomputed_ops > 0
-    assert sum(row["dur"] for row in kinds["X"]) * 1000 == c.planned.timeline.step_time_ns
-    for tid in names:  # what overlaps on one track is not drawn
-        ends = [(row["ts"], row["ts"] + row["dur"]) for row in kinds["X"] if row["tid"] == tid]
-        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(ends))
-    assert [sum(row["args"].values()) for row in kinds["C"]] == list(c.planned.timeline.peak_bytes)
-
-
-def test_copies_have_tracks_of_their_own() -> None:
-    c = simulate("bert-base", planned("bert-base", "80%", levers="offload", seconds=0.2))
-    rows = perfetto_of(c.step.trace, c.planned)["traceEvents"]
-    out = [row for row in rows if row["ph"] == "X" and row["tid"] == 4]
-    assert len(out) == sum(t == OFFLOAD for t in c.step.trace.ops.target) > 0
-    for a, b in pairwise(out):
-        assert a["ts"] + a["dur"] <= b["ts"] + 1e-6
 
 
 def test_files_and_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

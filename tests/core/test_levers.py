@@ -53,10 +53,8 @@ def head(batch: int = 1) -> Trace:
         losses=(Result(op=2, storage=3, grows=SUM),),
         gradients=(Result(op=5, storage=6, grows=ROWS), Result(op=6, storage=7, grows=PRODUCT)),
     )
-    meta = replace(
-        made.meta, batch_size=batch, forward_ops=3, first_backward_graph_op=4, stretches=(stretch,)
-    )
-    return replace(made, meta=meta)
+    at = replace(made.meta, batch_size=batch, forward_ops=3, first_backward_graph_op=4, stretches=(stretch,))
+    return replace(made, meta=at)
 
 
 def in_tiles(number: int) -> Rewrite:

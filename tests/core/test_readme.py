@@ -78,9 +78,8 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def small_trace() -> Trace:
-    return tiny.trace(
-        [fwd({"a": 8}, "w"), fwd({"b": 4}, "a"), bwd({"g": 8}, "a", "b"), opt({}, "g")], {"w": 8}
-    )
+    ops = [fwd({"a": 8}, "w"), fwd({"b": 4}, "a"), bwd({"g": 8}, "a", "b"), opt({}, "g")]
+    return tiny.trace(ops, {"w": 8})
 
 
 # traces/README.md

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from simulator.allocator.caching import Allocator, Block, Pool
+from simulator.allocator.caching import Block, Pool
 from simulator.allocator.replay import load_plain
-from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT, as_in, parse_alloc_conf
+from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT
+from simulator.history.export import _Film
 from simulator.history.snapshot import recording_of
-from tests import recordings
+from tests import recordings, tiny
 from traces.errors import TraceError
 
 MIB = 1 << 20
@@ -43,77 +44,23 @@ def block(address: int, size: int, requested: int, state: str = "active_allocate
     return {"address": address, "size": size, "requested_size": requested, "state": state}
 
 
-class Program:
+class Program(_Film):
     """A program whose allocator keeps a history, as torch's does, from `record()` on."""
 
-    def __init__(self, torch_version: str = "2.13") -> None:
-        self.torch_version = torch_version
-        self.next = 0x7F0000000000
-        self.allocator = Allocator(as_in(parse_alloc_conf(""), torch_version), None, self.place)
-        self.live: list[Block] = []
-        self.events: list[dict[str, Any]] = []
-
-    def place(self, size: int, stream: int, expandable: bool) -> int:
-        self.next += size + 4 * MIB
-        return self.next - size - 4 * MIB
+    def __init__(self) -> None:
+        super().__init__(None, tiny.chain(1), None, ())  # type: ignore[arg-type]
 
     def record(self) -> None:
         self.events.clear()
 
-    def note(self, action: str, address: int, size: int) -> None:
-        self.events.append(event(action, address, size, pool_id=(0, 0)))
+    def malloc(self, size: int) -> None:  # type: ignore[override]
+        super().malloc(size, 0, [])
 
-    def malloc(self, size: int) -> None:
-        seen = len(self.allocator.segment_events)
-        block = self.allocator.malloc(size)
-        for e in self.allocator.segment_events[seen:]:
-            self.note(e.action, e.address, e.size_bytes)
-        self.note("alloc", block.address, size)
-        self.live.append(block)
+    def free(self, k: int) -> None:  # type: ignore[override]
+        super().free([*self.live.values()][k][0], 0)
 
-    def free(self, k: int) -> None:
-        block = self.live.pop(k)
-        self.note("free_requested", block.address, block.requested)
-        self.note("free_completed", block.address, block.requested)
-        self.allocator.free(block)
-
-    def snapshot(self) -> dict[str, Any]:
-        heads: dict[int, Block] = {}
-        for start in [*self.live, *self.allocator.small.blocks(), *self.allocator.large.blocks()]:
-            while start.prev is not None:
-                start = start.prev
-            heads[start.address] = start
-        return {
-            "segments": [segment(head) for head in heads.values()],
-            "device_traces": [[*self.events, {"action": "snapshot", "size": 0, "frames": []}]],
-            "allocator_settings": {
-                "PYTORCH_CUDA_ALLOC_CONF": "",
-                "max_split_size": -1,
-                "garbage_collection_threshold": 0.0,
-                "expandable_segments": False,
-                "roundup_power2_divisions": {str(1 << k): 0 for k in range(16)},
-                **({"max_cached_size": 1 << 62} if self.torch_version == "2.13" else {}),
-            },
-        }
-
-
-def segment(head: Block) -> dict[str, Any]:
-    """A segment in a snapshot, from its first block."""
-    blocks, at = [], head
-    while at is not None:
-        state = "inactive" if at.usable else "active_allocated"
-        blocks.append(block(at.address, at.size, at.requested, state))
-        at = at.next
-    return {
-        "device": 0,
-        "address": head.address,
-        "total_size": sum(b["size"] for b in blocks),
-        "stream": head.stream,
-        "segment_type": "small" if head.pool.small else "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "blocks": blocks,
-    }
+    def snapshot(self) -> dict[str, Any]:  # type: ignore[override]
+        return super().snapshot("")
 
 
 def write(path: Path, data: object) -> Path:
@@ -152,6 +99,9 @@ def halves_and_whole() -> dict[str, Any]:
 
 # Hostile and damaged files ----------------------------------------------------------------------------------------
 
+SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
+RECORDED = {"segments": [{"address": 0, "total_size": 1 << 21}], "device_traces": [[SEGMENT]]}
+
 
 class Hostile:
     def __init__(self, mark: Path) -> None:
@@ -159,6 +109,14 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.mark),)
+
+
+def doubled(times: int) -> list[object]:
+    """A list that is as large as 2 to the `times` if its shared parts are walked, and small in memory."""
+    out: list[object] = []
+    for _ in range(times):
+        out = [out, out]
+    return out
 
 
 def test_free_blocks_at_one_address_have_an_order() -> None:
@@ -195,12 +153,8 @@ def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
         pickle.dumps({"segments": [5], "device_traces": [[{"action": "alloc", "addr": 0, "size": 1}]]}),
         pickle.dumps({"segments": [], "device_traces": [[7]]}),
         pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": "x", "size": 1}]]}),
-        pickle.dumps(
-            {"segments": [], "device_traces": [[{"action": "free_requested", "addr": 5, "size": 1}]]}
-        ),
-        pickle.dumps(
-            {"segments": [], "device_traces": [[{"action": ["alloc"], "addr": 1 << 70, "size": -1}]]}
-        ),
+        pickle.dumps({"segments": [], "device_traces": [[{"action": "free_requested", "size": 1}]]}),
+        pickle.dumps({"segments": [], "device_traces": [[{"action": ["alloc"], "addr": 2**70, "size": -1}]]}),
         b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x",  # bytes of 2**62
         b"\x80\x04]r\xff\xff\xff\xff.",  # a memo of 2**32 entries: 64 GiB
         b"\x80\x04\x82\x01.",  # an extension code
@@ -209,10 +163,13 @@ def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
         b"\x80\x04K\x01)R.",  # calls the number 1
         b"(" * 100_000 + b"t" * 100_000 + b".",  # deep
         b"I" + b"9" * 100_000 + b"\n.",
+        pickle.dumps({**RECORDED, "device_traces": [[{**SEGMENT, "addr": 10**4000, "size": 10**4000}]]}),
+        pickle.dumps({**RECORDED, "device_traces": [[{**SEGMENT, "size": 1 << 63}]]}),
+        pickle.dumps({**RECORDED, "segments": doubled(60)}),
     ],
 )
 def test_damaged_files_give_a_reason(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "s.pickle"
     path.write_bytes(data)
-    with pytest.raises(TraceError, match=r"s\.pickle"):
+    with pytest.raises(TraceError, match=r"s\.pickle: (not a memory snapshot|.*damaged)"):
         recording_of(load_plain(path), str(path))

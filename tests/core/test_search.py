@@ -62,9 +62,7 @@ def test_what_the_bound_saves_fits_there_and_costs_a_step_more_at_most(of: Trace
         saved, at = instants.split(search.budget_bytes), instants.at(bound.op)
         saved_bytes = sum(sts.nbytes[s] for s, stays in saved.items() if stays)
         assert at.unavoidable_bytes + saved_bytes <= search.budget_bytes
-        added_ns = sum(
-            of.ops.time_ns[p] for p in {sts.producer[s] for s, stays in saved.items() if not stays}
-        )
+        added_ns = sum(of.ops.time_ns[p] for p in {sts.producer[s] for s, kept in saved.items() if not kept})
         assert 0 <= added_ns - bound.added_time_ns <= max((ns for ns, _ in at.steps), default=0)
         bounded(search)  # no op that may not run again
 

@@ -239,9 +239,7 @@ def test_a_batch_size_that_does_not_fit_is_a_row(tracer: Tracer, tmp_path: Path)
     assert "does not fit" in result.stdout
 
 
-def test_a_plan_of_an_earlier_sweep_does_not_survive_a_budget_that_fails(
-    tracer: Tracer, tmp_path: Path
-) -> None:
+def test_a_plan_of_an_earlier_sweep_does_not_survive_a_failed_budget(tracer: Tracer, tmp_path: Path) -> None:
     swept(tmp_path)
     assert (tmp_path / "plan-b4.json").exists()
     swept(tmp_path, budget="1%")
@@ -287,9 +285,7 @@ def test_bad_batch_sizes(sizes: str) -> None:
     assert "--batch-sizes" in result.stderr
 
 
-def test_the_limits_reach_the_planner(
-    tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_reach_the_planner(tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
     def spy(name: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:

@@ -230,7 +230,7 @@ def test_validate_names_the_row(table: str, column: str, row: int, value: object
 def test_a_header_whose_rows_do_not_exist(forward: int, backward: int) -> None:
     meta = replace(STORED.meta, forward_ops=forward, first_backward_graph_op=backward)
     with pytest.raises(
-        TraceError, match=rf"forward ends at op {forward} and backward begins at op {backward}"
+        TraceError, match=f"forward ends at op {forward} and backward begins at op {backward}"
     ):
         validate(replace(STORED, meta=meta))
 

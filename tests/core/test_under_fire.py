@@ -4,58 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from pathlib import Path
 
 import pytest
 
-from simulator.allocator.replay import load_plain
 from simulator.allocator.settings import MAX_TEXT, parse_alloc_conf
 from simulator.history.snapshot import recording_of
 from tests import tiny
 from tests.commands import python, simulate
+from tests.core.test_recording import RECORDED, SEGMENT, doubled, write
 from traces.commands import echo
-from traces.errors import PlanError, SpecError, TraceError
+from traces.errors import PlanError, SpecError
 from traces.files import write_text
 from traces.records import store
 from traces.records.plan import Plan
 
-SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
-LEFT = {"address": 0, "total_size": 1 << 21}
-
-
-def snapshot(
-    path: Path, segments: object = (LEFT,), events: object = (SEGMENT,), settings: object = None
-) -> Path:
-    data = {"segments": segments, "device_traces": [list(events)], "allocator_settings": settings or {}}  # type: ignore[call-overload]
-    path.write_bytes(pickle.dumps(data))
-    return path
-
-
-def doubled(times: int) -> list[object]:
-    """A list that is as large as 2 to the `times` if its shared parts are walked, and small in memory."""
-    out: list[object] = []
-    for _ in range(times):
-        out = [out, out]
-    return out
-
-
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        {"events": [{**SEGMENT, "addr": 10**4000, "size": 10**4000}]},
-        {"events": [{**SEGMENT, "size": 1 << 63}]},
-        {"segments": doubled(60)},
-    ],
-    ids=("huge address", "huge size", "shared nesting"),
-)
-def test_a_hostile_snapshot_is_refused(hostile: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="damaged"):
-        recording_of(load_plain(snapshot(tmp_path / "x.pickle", **hostile)), "x")
-
 
 def test_text_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
-    path = snapshot(tmp_path / "x.pickle", events=[{**SEGMENT, "\ud800": 1}])
+    path = write(tmp_path / "x.pickle", {**RECORDED, "device_traces": [[{**SEGMENT, "\ud800": 1}]]})
     result = simulate("why", str(path))
     assert result.exit_code == 2
     assert "not a memory snapshot, or damaged" in result.output
@@ -73,8 +39,8 @@ def test_a_plan_whose_warnings_are_no_texts_is_refused(wrong: object, tmp_path: 
 
 def test_endless_settings_are_not_read(tmp_path: Path) -> None:
     text = "roundup_power2_divisions:[" + ",".join(f"{1 << k % 16}:4" for k in range(200_000)) + "]"
-    path = snapshot(tmp_path / "x.pickle", settings={"PYTORCH_CUDA_ALLOC_CONF": text, "x": doubled(60)})
-    assert len(str(recording_of(load_plain(path), "x").notes)) < 4000
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": text, "x": doubled(60)}
+    assert len(str(recording_of({**RECORDED, "allocator_settings": settings}, "x").notes)) < 4000
     with pytest.raises(SpecError, match="characters; torch"):
         parse_alloc_conf("a:1," * MAX_TEXT)
 
