@@ -126,10 +126,17 @@ class Snapshot(Struct, frozen=True):
     allocator_settings: Any = None
 
     def of_device(self) -> tuple[int, tuple[Event, ...], bool]:
-        """The first device that recorded anything, its events, and whether these name their pools."""
-        device, rows = next(((k, rows) for k, rows in enumerate(self.device_traces) if rows), (0, []))
-        if not all(isinstance(row, dict) for row in rows):
+        """Of the devices that recorded anything that which was refused memory, or has most reserved in the end: its
+        number, its events, and whether these name their pools."""
+
+        def full(device: int) -> tuple[bool, int]:
+            refused = any(row.get("action") == OUT_OF_MEMORY for row in self.device_traces[device])
+            return refused, sum(s.total_size for s in self.segments if s.device == device)
+
+        if not all(isinstance(row, dict) for rows in self.device_traces for row in rows):
             raise ValidationError("an event is not an object")
+        device = max((k for k, rows in enumerate(self.device_traces) if rows), key=full, default=0)
+        rows = self.device_traces[device] if self.device_traces else []
         # Others are markers, and whatever comes later.
         events = convert([row for row in rows if row.get("action") in ACTIONS], tuple[Event, ...])
         return device, events, any("pool_id" in row for row in rows)

@@ -62,6 +62,7 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
 def _message(what: str) -> dict[str, Any] | None:
     """The message of torch that a text has; None: this is no text."""
     from simulator.history.message import message_in
+    from simulator.history.read import PICKLES
 
     if what == "-":
         return message_in(sys.stdin.read(), "stdin")
@@ -69,7 +70,7 @@ def _message(what: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:
-        if b"\0" in (head := file.read(1000)) or head[:1] in (b"\x80", b"{"):
+        if path.suffix in PICKLES or b"\0" in (head := file.read(1000)) or head[:1] in (b"\x80", b"{"):
             return None
     try:
         return message_in(path.read_text(encoding="utf-8", errors="replace"), what)

@@ -21,9 +21,8 @@ from traces.errors import SpecError, TraceError
 from traces.records.measurement import Measurement
 from traces.records.trace import BUFFER, HELD, PARAMETER, WORKSPACE
 
-KNOWN: Final = (
-    "a trace, a plan, torch's memory snapshot, or the JSON of `execute rehearse --json`, `execute PLAN -o`"
-)
+PICKLES: Final = (".pickle", ".pkl")
+KNOWN: Final = "a trace, plan or memory snapshot, or the JSON of `execute rehearse --json`, `execute PLAN -o`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ def read(name: str, question: Question, trace: str | None = None) -> Source:
         return of_trace(name, None, question)
     with path.open("rb") as file:
         head = file.read(1)
-    if head == b"\x80" or path.suffix in (".pickle", ".pkl"):
+    if head == b"\x80" or path.suffix in PICKLES:
         data = load_plain(path)
         found, device = history_of(data, name), question.device("cuda")
         if device is not None:

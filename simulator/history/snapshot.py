@@ -37,7 +37,7 @@ Area = tuple[int, int, bool]  # where a segment, or mapped pages, begin and end;
 
 
 def history_of(data: Any, source: str) -> History:
-    """The history of the first device that recorded anything; `data` is what `torch.cuda.memory._dump_snapshot` writes.
+    """The history of one device (`Snapshot.of_device`); `data` is what `torch.cuda.memory._dump_snapshot` writes.
     Raises TraceError: no snapshot, or one without events.
     """
     with reading(source):
@@ -45,7 +45,7 @@ def history_of(data: Any, source: str) -> History:
         device, events, _ = snapshot.of_device()
         if not events:
             raise TraceError(f"{source}: no events were recorded; {replay.RECORD}.")
-        before, requested, reserved = _totals(snapshot, device, events, source)
+        had, requested, reserved = _totals(snapshot, device, events, source)
         refusals = [k for k, e in enumerate(events) if e.action == replay.OUT_OF_MEMORY]
         at = refusals[-1] if refusals else max(range(len(events)), key=requested.__getitem__)
         blocks, areas = _there(snapshot, device, events, at)
@@ -54,12 +54,13 @@ def history_of(data: Any, source: str) -> History:
     if not any(e.frames for e in events):
         held = {}
         notes.append("It was recorded without stacks, so nobody knows who asked.")
-    if before:
+    if had:
         notes.append(
-            f"When the recording began, {show_bytes(before)} were in use; an earlier peak is not in it."
+            f"When the recording began, {show_bytes(had)} were in use; an earlier peak is not in it."
         )
-    if (others := sum(map(bool, snapshot.device_traces)) - 1) > 0:
-        notes.append(f"{others} other GPUs recorded events too; this is GPU {device}.")
+    if (count := sum(map(bool, snapshot.device_traces))) > 1:
+        which = "that ran out of memory" if refusals else "with most memory reserved"
+        notes.append(f"{count} GPUs recorded events; this is GPU {device}, the one {which}.")
     e = events[at]
     return History(
         name=source,
@@ -77,7 +78,7 @@ def history_of(data: Any, source: str) -> History:
 
 
 def recording_of(data: Any, source: str) -> Recording:
-    """What the first device that recorded anything was asked for; what was there when that began, first and by address.
+    """What that device was asked for; what was there when the recording began, first and by address.
     Raises TraceError: no snapshot, or one without events, with private pools, or that lacks events.
 
     Ignores: where that lay which was there, and between which free pieces.

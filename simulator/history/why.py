@@ -50,14 +50,13 @@ class Why:
         first = "At the peak" if h.refused is None else "When memory ran out"
         first += f"{f' ({h.where})' * bool(h.where)} {show_bytes(h.peak_bytes)} are in use"
         words = "; ".join(r.words for r in self.remedies if r.saves_bytes is None or r.saves_bytes > 0)
-        last = f"What would help: {words}." if words else ""
+        words = words or "nothing that is known here"
+        last = f"What would help: {words}."
         if over is not None:
             last = f"It fits, with {show_bytes(-over)} left."
             if over > 0:
-                last = (
-                    f"It lacks {show_bytes(over)}; what would help: {words or 'nothing that is known here'}."
-                )
-        first += f": {'; most of it '.join(held)}." if held else "."
+                last = f"It lacks {show_bytes(over)}; what would help: {words}."
+        first += f": {'; the largest lines: '.join(held)}." if held else "."
         return tuple(filter(None, (first, _rest(h), last)))
 
     def tables(self, most: int) -> Iterator[Table]:
@@ -88,15 +87,14 @@ def _rest(h: History) -> str:
         if (f := h.free) is not None:
             largest = show_bytes(f.largest_bytes)
             why_free = {
-                f"in {f.pieces:,} pieces between what is in use, the largest {largest}": f.pieces_bytes,
+                f"in {f.pieces:,} pieces between what is in use (the largest {largest})": f.pieces_bytes,
                 "in rests too small to be split off": f.rests_bytes,
                 "in whole segments, kept for later": f.cached_bytes,
             }
             text += f": {of}" if (of := listed(why_free, 3)) else ""
         parts.append(text)
-    outside = (
-        "" if h.outside_bytes is None else f"outside of torch lie {show_bytes(h.outside_bytes)}, assumed"
-    )
+    lie = show_bytes(h.outside_bytes)
+    outside = f"outside of torch lie {lie}, assumed" * (h.outside_bytes is not None)
     if (r := h.refused) is not None:
         asked, free = show_bytes(r.asked_bytes), show_bytes(r.free_bytes)
         parts.append(f"it was asked for {asked} more and the device had {free} free")
@@ -182,7 +180,6 @@ def _by_batch(h: History, over: int) -> list[Remedy]:
         words = "no smaller batch does, since parameters, gradients and optimizer state alone are too large"
         return [Remedy(name="batch", words=words)] if grows else []
     share = 1 - over / grows
-    words = (
-        f"a batch of {show_percent(100 * share, digits=0)} of this one, if memory grows in proportion to it"
-    )
+    most = "at most " * (h.refused is not None)  # as more would have been asked for later
+    words = f"a batch of {most}{show_percent(100 * share, digits=0)} of this one, if memory grows with it"
     return [Remedy(name="batch", words=words, saves_bytes=over, batch_share=share)]

@@ -18,11 +18,7 @@ def write_history(path: str | Path, title: str, found: Why | Diff, *runs: Histor
     sentences = found.sentences() if isinstance(found, Why) else ()
     notes = dict.fromkeys(note for h in runs for note in h.notes)
     curves = {f"{k}. {h.name}" * (len(runs) > 1) or h.name: h.curve for k, h in enumerate(runs, 1)}
-    picture = Chart(
-        charts.over_each_other(curves), "Solid: requested. Dotted: reserved, where that is known."
-    )
+    picture = Chart(charts.over_each_other(curves), "Solid: requested. Dotted: reserved, where known.")
     answer = Section("Answer", (*map(Text, sentences), *warned(notes), picture))
-    kinds = ", ".join(h.kind for h in runs)
-    return write_page(
-        path, Page(title, kinds, (answer, Section("In figures", tuple(found.tables(MOST_ROWS)))))
-    )
+    figures = Section("In figures", tuple(found.tables(MOST_ROWS)))
+    return write_page(path, Page(title, ", ".join(h.kind for h in runs), (answer, figures)))

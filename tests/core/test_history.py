@@ -18,7 +18,7 @@ from simulator.history.diff import Diff
 from simulator.history.message import message_in
 from simulator.history.read import Source, of_prediction, read
 from simulator.history.run import around
-from simulator.history.snapshot import BACKWARD, EARLIER, history_of
+from simulator.history.snapshot import BACKWARD, EARLIER, history_of, recording_of
 from simulator.history.why import why
 from simulator.prediction.ask import question
 from simulator.prediction.step import Prediction, predict
@@ -43,13 +43,7 @@ STATE = [
 
 def segment(address: int, *blocks: dict[str, Any], grows: bool = False) -> dict[str, Any]:
     total = sum(b["size"] for b in blocks)
-    return {
-        "address": address,
-        "total_size": total,
-        "device": 0,
-        "is_expandable": grows,
-        "blocks": list(blocks),
-    }
+    return {"address": address, "total_size": total, "is_expandable": grows, "blocks": [*blocks]}
 
 
 def made_up(*events: dict[str, Any], segments: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,6 +119,20 @@ def test_a_recording_without_stacks_says_so() -> None:
     h = history_of(p.snapshot(), "s")
     assert h.parts == {}
     assert h.notes == ("It was recorded without stacks, so nobody knows who asked.",)
+
+
+def test_of_several_devices_the_fullest_is_told_unless_another_was_refused_memory() -> None:
+    few, many = Program(), Program()
+    few.malloc(MIB)
+    many.malloc(30 * MIB)
+    data, fuller = few.snapshot(), many.snapshot()
+    data["segments"] += [s | {"device": 1} for s in fuller["segments"]]
+    data["device_traces"] += fuller["device_traces"]
+    h = history_of(data, "s")
+    assert (h.peak_bytes, recording_of(data, "s").events[-1].size_bytes) == (30 * MIB, 30 * MIB)
+    assert h.notes[-1] == "2 GPUs recorded events; this is GPU 1, the one with most memory reserved."
+    data["device_traces"][0].append({"action": "oom", "size": 10 * MIB, "device_free": 2 * MIB})
+    assert history_of(data, "s").peak_bytes == MIB
 
 
 def test_a_refusal_is_where_one_looks() -> None:
@@ -209,9 +217,8 @@ def test_whatever_a_snapshot_holds_there_is_an_answer_or_a_reason() -> None:
         data = copy.deepcopy(made)
         for place in rng.sample(places(data), 2):
             if place:
-                place[rng.choice([*place] if isinstance(place, dict) else range(len(place)))] = rng.choice(
-                    junk
-                )
+                key = rng.choice([*place] if isinstance(place, dict) else range(len(place)))
+                place[key] = rng.choice(junk)
         with contextlib.suppress(LowtideError):
             found = why(read_data(data), question())
             assert found.sentences()
@@ -249,11 +256,10 @@ def test_a_predicted_step_is_held_by_what_the_replay_says(recomputed: tuple[int,
     c = chain(*recomputed)
     h = of_prediction(c, "t")
     run = c.planned
-    there = {k: n for k, n in peak_by_category(c.step.trace, run.schedule, run.timeline).items() if n}
-    assert h.parts["category"] == there
-    assert all(
-        sum(of.values()) == h.peak_bytes == run.timeline.peak_allocated_bytes for of in h.parts.values()
-    )
+    there = peak_by_category(c.step.trace, run.schedule, run.timeline)
+    assert h.parts["category"] == {k: n for k, n in there.items() if n}
+    assert h.peak_bytes == run.timeline.peak_allocated_bytes
+    assert all(sum(of.values()) == h.peak_bytes for of in h.parts.values())
     assert {"net.1", "the model itself"} <= {*h.parts["module"]}  # whose parameter w is
 
 
@@ -380,7 +386,7 @@ def test_diff_of_each_with_each(there: Path) -> None:
 )
 def test_wrong_input_is_refused(words: tuple[str, ...], there: Path) -> None:
     (there / "wrong.json").write_text('{"a": 1}')
-    (there / "empty.txt").write_text("all is well")
+    (there / "empty.txt").write_text("MPS backend out of memory. Tried to allocate 512.00 MB.")
     result = simulate(*(w.replace("THERE", str(there)) for w in words))
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
@@ -412,7 +418,9 @@ def test_torchs_message_is_taken_apart() -> None:
         ("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 20.00 GiB is free. 4.00 GiB "
          "allowed; Of the allocated memory 3.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but "
          "unallocated.", "set itself a limit"),
-        ("Tried to allocate 2.00 GiB", "It lacks 2.00 GiB"),
+        ("Tried to allocate 2.00 GiB", "How much it lacks, the message does not say"),
+        ("Tried to allocate 20.00 MiB (GPU 0; 9.00 GiB total capacity; 8.00 GiB already allocated; 17.00 MiB free; "
+         "8.00 GiB reserved in total by PyTorch)", "It lacks 3.00 MiB"),
     ],
 )  # fmt: skip
 def test_torchs_message_is_judged(text: str, says: str) -> None:
