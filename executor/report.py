@@ -70,6 +70,8 @@ def _notes(m: Measurement) -> Iterator[str]:
     if m.slowdown_percent is not None:
         said, real = m.predicted_slowdown_percent, m.slowdown_percent
         more = f", predicted {said:+.2f} % ({said - real:+.2f} points)" if said is not None else ""
+        if count := len(m.measured.keep_all_times_ns):
+            more = f" (median of {count} pairs of steps in turns){more}"
         yield f"slow-down by the plan: measured {real:+.2f} %{more}"
     if m.within_budget is not None:
         of = " of reserved memory" if m.budget_of != ALLOCATED else ""

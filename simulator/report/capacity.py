@@ -19,10 +19,10 @@ def heat_map(found: Study[MaxBatch]) -> Chart:
     probes = [(names[of.device], of.probe(n)) for of in found.rows for n in sizes]
     rows = [
         (gpu, str(p.batch_size), verdict(p), (p.overhead_percent or 0) / (price or 1) if verdict(p) == PLANNED else 1,
-         in_words(p) or "no", f"{verdict(p)}: {p.message or in_words(p)}")
+         f"{verdict(p)}: {p.message or in_words(p)}")
         for gpu, p in probes
     ]  # fmt: skip
-    base = charts.drawn("device:N batch:N verdict:N share:Q words:N note:N", rows).encode(
+    base = charts.drawn("device:N batch:N verdict:N share:Q note:N", rows).encode(
         alt.X("batch:N").sort([str(n) for n in sizes]).title("batch size").axis(labelAngle=0),
         alt.Y("device:N").sort([*names.values()]).title(None),
     )
@@ -30,11 +30,10 @@ def heat_map(found: Study[MaxBatch]) -> Chart:
     fields = base.mark_rect(stroke="white").encode(
         charts.colour("verdict", COLOURS), shade, tooltip=["device:N", "batch:N", "note:N"]
     )
-    text = base.mark_text(color=charts.INK).encode(text="words:N")
     caption = (
-        f"Green: the untouched model fits, and reserves so much. Orange: it fits with a plan that adds so much time, "
-        f"the paler the less. Grey: it does not fit, with no plan of at most +{price:g} %."
+        "Green: the untouched model fits. Orange: it fits with a plan, the paler the less that adds. Grey: it does "
+        f"not fit, with no plan of at most +{price:g} %."
     )
     if max(of.data["ranks"] for of in found.rows) > 1:
         caption += f" {RANKS}"
-    return Chart(charts.finish(alt.layer(fields, text), height=40 + 40 * len(found.rows)), caption)
+    return Chart(charts.finish(fields, height=40 + 40 * len(found.rows)), caption)

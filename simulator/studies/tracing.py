@@ -165,7 +165,8 @@ def between(low: tuple[int, Trace], high: tuple[int, Trace], size: int) -> Trace
     for op, nbytes in zip(made.storages.producer, made.storages.nbytes, strict=True):
         created[op] += nbytes
     events = tuple(e and settle(e, n) for e, n in zip(made.ops.events, created, strict=False))
-    return replace(made, ops=replace(made.ops, events=events))
+    options = {k: size if k == "batch_size" else v for k, v in made.meta.options.items()}
+    return replace(made, ops=replace(made.ops, events=events), meta=replace(made.meta, options=options))
 
 
 def run_command(words: Sequence[str], what: str, answer: str = "", kept: str = "") -> None:
