@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +36,8 @@ def sharded(step: TrainingStep, how: str) -> TrainingStep:
     if how == "ddp":
         wrapped = DistributedDataParallel(model.cuda(), device_ids=[torch.cuda.current_device()])
         return replace(step, model=wrapped)
-    given: dict[str, Any] = {}
-    if step.autocast.dtype:
-        dtype = getattr(torch, step.autocast.dtype)
-        given["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    dtype = getattr(torch, step.autocast.dtype or "", None)
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     names = {p: name for name, p in model.named_parameters()}
     if optimizer:  # nothing is to hold the whole parameters
         optimizer.state.clear()
@@ -48,7 +45,7 @@ def sharded(step: TrainingStep, how: str) -> TrainingStep:
             group["params"] = [names[p] for p in group["params"]]
     names.clear()
     for module in (*blocks_of(model).values(), model):
-        fully_shard(module, **given)
+        fully_shard(module, mp_policy=mixed)
     if optimizer:
         now, kind = dict(model.named_parameters()), type(optimizer)
         groups = [

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from executor.cli.main import execute
 from executor.rehearsed.shard import sharded
 from tests.rehearsal.test_rehearsal import script
-from tracer.rehearsal.jobs import COMMUNICATOR_BYTES, GPUS, Job, jobs_of, launch_of
+from tracer.rehearsal.jobs import COMMUNICATOR_BYTES, GPUS, Job, Launch, jobs_of, launch_of
 from tracer.rehearsal.record import Peaks, Rehearsal
 from tracer.rehearsal.run import rehearse
 from tracer.step.step import load_spec
@@ -40,10 +40,14 @@ def peaks(found: Rehearsal) -> list[Peaks]:
     return [i.peaks for i in found.iterations]
 
 
-def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
-    line = "torchrun --nnodes 2 --nproc-per-node=4 --master-port 1 train.py --lr 1"
+def started(line: str) -> Launch:
     launch = launch_of(line.split(), distributed=False)
     assert launch is not None
+    return launch
+
+
+def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
+    launch = started("bin/torchrun --nnodes 2 --nproc-per-node=4 --master-port 1 train.py --lr 1")
     assert (launch.program, launch.arguments, launch.module) == ("train.py", ("--lr", "1"), False)
     ((job, number),) = jobs_of(launch, (), (), None)
     assert job == Job(ranks=8, nodes=2)
@@ -51,9 +55,7 @@ def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
     told = job.variables(6)
     names = ("LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
     assert [told[name] for name in names] == ["2", "1", "4", "8"]
-    line = "python -m torch.distributed.run --nproc-per-node gpu -m a.b x"
-    launch = launch_of(line.split(" "), distributed=False)
-    assert launch is not None
+    launch = started("python3.11 -m torch.distributed.run --nproc-per-node gpu -m a.b x")
     assert (launch.program, launch.module, launch.ranks) == ("a.b", True, 0)
     assert launch_of(["python", "train.py"], distributed=False) is None
     with pytest.raises(SpecError, match="--ranks"):
@@ -64,7 +66,7 @@ def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
         jobs_of(None, (8,), (8,), None)
     with pytest.raises(SpecError, match="evenly"):
         jobs_of(None, (8,), (), 3)
-    with pytest.raises(SpecError, match="only a script runs as one of several ranks"):
+    with pytest.raises(SpecError, match="does not shard itself among several ranks"):
         rehearse("bert-base", "h100", script=True, job=wide)
     with pytest.raises(SpecError, match="does not understand"):
         launch_of(["torchrun", "--nproc-per-node"], distributed=False)
@@ -72,11 +74,11 @@ def test_the_lines_that_start_jobs_are_read_and_nothing_is_started() -> None:
 
 def test_what_accelerate_would_start_it_says_itself() -> None:
     pytest.importorskip("accelerate")
-    line = "accelerate launch --multi_gpu --num_processes 4 --mixed_precision bf16 train.py --lr 1"
-    launch = launch_of(line.split(), distributed=False)
-    assert launch is not None
+    launch = started("accelerate launch --multi_gpu --num_processes 4 --mixed_precision bf16 train.py --lr 1")
     assert (launch.program, launch.arguments, launch.ranks, launch.nodes) == ("train.py", ("--lr", "1"), 4, 1)
     assert launch.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    launch = started("accelerate-launch --use_deepspeed --zero_stage 3 --num_processes 4 train.py")
+    assert launch.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
 
 
 @pytest.mark.parametrize(

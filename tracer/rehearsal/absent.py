@@ -11,6 +11,7 @@ import functools
 import inspect
 import pickle
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,8 @@ from tracer.torch_api import FakeProcessGroup, new_process_group_helper, process
 # Under these keys NCCL's groups look for the number by which their ranks find each other; the driver looks at none.
 _UNIQUE_ID: Final = re.compile(r"(cuda//|UniqueNCCLID:)\d+(:\d+)?$")
 UNIQUE_ID_BYTES: Final = 128
+# DeepSpeed's own steps of optimizers allocate nothing, and need a toolkit.
+_STEPS: Final = ("fused_adam", "fused_lion", "cpu_adam", "cpu_adagrad", "cpu_lion")
 
 
 @contextmanager
@@ -260,6 +263,9 @@ def _telling_sizes(make: Callable[..., Any], count: Callable[..., int], driver: 
     """What makes a group, which tells the driver how many ranks (by the arguments) the group has while it does."""
 
     def made(*args: Any, **given: Any) -> Any:
+        if builder := sys.modules.get("deepspeed.ops.op_builder.builder"):
+            idle = type("Idle", (), {"__getattr__": lambda *_: lambda *_, **__: None})
+            builder.OpBuilder._loaded_ops |= dict.fromkeys(_STEPS, idle())
         driver.null_split_ranks(count(*args))
         try:
             return make(*args, **given)

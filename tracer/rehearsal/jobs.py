@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,6 +17,10 @@ GPUS: Final = 8  # of a machine, unless told otherwise
 # reduce of 4 MB (NVIDIA/nccl#964). The first message between two ranks connects them: 3.28 GB for seven peers in the
 # first all-to-all of eight H100, 32 channels each (NVIDIA/nccl#1685); more channels take more. One talks to nobody.
 COMMUNICATOR_BYTES: Final = {"ONE": 0, "TWO": 544 * MIB, "MORE": 688 * MIB, "PEER": 447 * MIB}
+_STARTS: Final = re.compile(
+    r"(\S*/)?((?P<torch>torchrun|python[\d.]* -m torch\.distributed\.run)|"
+    r"accelerate[- ]launch|python[\d.]* -m accelerate\.commands\.launch)( |$)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +107,13 @@ def jobs_of(
 def launch_of(words: Sequence[str], *, distributed: bool) -> Launch | None:
     """Read a command line that starts a distributed program; None if it is not one.
 
-    `torchrun ...`, `python -m torch.distributed.run ...` and `accelerate launch ...` are read by their own parsers.
+    `torchrun ...`, `accelerate launch ...` and both as modules of `python` are read by their own parsers.
     `python ...` is one if the job is `distributed`. Raises SpecError: they do not understand it; EnvironmentProblem:
     the launcher is not installed.
     """
+    if start := _STARTS.match(" ".join(words)):
+        return (_torchrun if start["torch"] else _accelerate)(words[len(start[0].split()) :])
     first, *rest = words
-    if first == "torchrun":
-        return _torchrun(rest)
-    if first == "python" and rest[:2] == ["-m", "torch.distributed.run"]:
-        return _torchrun(rest[2:])
-    if first == "accelerate" and rest[:1] == ["launch"]:
-        return _accelerate(rest[1:])
     if first != "python" or not distributed or not rest:
         return None
     module = rest[0] == "-m"
@@ -146,8 +147,11 @@ def _accelerate(words: Sequence[str]) -> Launch:
             "the line starts with `accelerate launch`, and accelerate is not installed here; pip install accelerate."
         ) from None
     found = _parsed(launch.launch_command_parser().parse_args, words, "accelerate launch")
-    found, _, _ = launch._validate_launch_command(found)
-    given = launch.prepare_multi_gpu_env(found)
+    found, file, of_file = launch._validate_launch_command(found)
+    fields = [*(file.deepspeed_config if file else ()), *["mixed_precision"] * of_file]
+    found.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    deep = found.use_deepspeed
+    given = launch.prepare_deepspeed_cmd_env(found)[1] if deep else launch.prepare_multi_gpu_env(found)
     environment = {k: v for k, v in given.items() if os.environ.get(k) != v}
     return _launch(found, found.num_processes or 0, found.num_machines or 1, environment=environment)
 

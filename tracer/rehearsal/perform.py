@@ -102,7 +102,7 @@ def do(
         raise
     except BaseException as error:  # of which torch's own of checkpoints is one
         reads = [describe(w) for w in watch.warnings() if w.code == HOST_READ]
-        raise explained(error, model if script else "", reads, ranks) from error
+        raise explained(error, model if script else "", reads, ranks, len(watch.iterations)) from error
     if not watch.iterations and not out_of_memory:
         raise SpecError(
             f"{model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a build "
@@ -153,7 +153,7 @@ def _script(model: str, arguments: Sequence[str], watch: Watch, *, module: bool 
 
 
 def explained(
-    error: BaseException, script: str = "", reads: Sequence[str] = (), ranks: int = 1
+    error: BaseException, script: str = "", reads: Sequence[str] = (), ranks: int = 1, steps: int = 0
 ) -> BaseException:
     """An error with what the null driver lacks or reads were told, which may be the cause; a script's by its line."""
     lacking = names(null_driver().null_missing_names())
@@ -165,6 +165,7 @@ def explained(
         )
     told = f" The rehearsal had answered reads of the GPU's values: {' '.join(reads)}" if reads else ""
     told += " The ranks that are not there were taken to hold what this one holds." if ranks > 1 else ""
+    told += f" With --iterations {steps} it ends before that." if steps else ""
     if not script:
         error.add_note(told.strip())
         return error

@@ -84,25 +84,19 @@ def rehearse(
     """
     board = device(gpu) if isinstance(gpu, str) else gpu
     runs_script = module or (is_script(model) if script is None else script)
-    if runs_script and options:
-        raise SpecError(
-            f"{model} is run as a script, so {', '.join(options)} cannot be given; pass its own arguments."
-        )
-    if runs_script and apply:
-        raise SpecError(
-            f"{model} is run as a script, which applies a plan itself (executor.apply_plan); leave --plan out."
-        )
-    if arguments and not runs_script:
-        raise SpecError(
-            f"{model} is no script, so nothing takes the arguments {' '.join(arguments)}; give options instead."
-        )
-    if shard and (runs_script or job is None):
-        why = "a script shards its model itself" if runs_script else "it belongs to a job of several --ranks"
-        raise SpecError(f"{model}: leave --shard out; {why}.")
-    if job and not (shard or module or source_file(model)):
-        raise SpecError(
-            f"{model} does not shard itself among several ranks; say with --shard how to, or name a .py file that does."
-        )
+    itself = shard or module or source_file(model)
+    for wrong, why in (
+        (runs_script and options, f"a script takes arguments of its own, and not {', '.join(options or ())}"),
+        (runs_script and apply, "a script applies a plan itself (executor.apply_plan); leave --plan out"),
+        (not runs_script and arguments, f"it is no script, so nothing takes the arguments {' '.join(arguments)}; "
+         "give options, or the script that it starts, with --ranks"),
+        (runs_script and shard, "leave --shard out; a script shards its model itself"),
+        (shard and not job, "leave --shard out; it belongs to a job of several --ranks"),
+        (job and not itself, "it does not shard itself among several ranks; say with --shard how to, or name a .py "
+         "file that does"),
+    ):  # fmt: skip
+        if wrong:
+            raise SpecError(f"{model}: {why}.")
     given = {
         "model": model,
         "script": runs_script,
