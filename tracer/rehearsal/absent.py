@@ -30,8 +30,7 @@ from tracer.torch_api import FakeProcessGroup, new_process_group_helper, process
 # Under these keys NCCL's groups look for the number by which their ranks find each other; the driver looks at none.
 _UNIQUE_ID: Final = re.compile(r"(cuda//|UniqueNCCLID:)\d+(:\d+)?$")
 UNIQUE_ID_BYTES: Final = 128
-# DeepSpeed's own steps of optimizers allocate nothing, and need a toolkit.
-_STEPS: Final = ("fused_adam", "fused_lion", "cpu_adam", "cpu_adagrad", "cpu_lion")
+_STEPS: Final = ("fused_adam", "fused_lion", "cpu_adam", "cpu_adagrad", "cpu_lion")  # DeepSpeed's, in place
 
 
 @contextmanager
