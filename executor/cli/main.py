@@ -44,16 +44,10 @@ MEASURING: Final = (
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Compare losses, gradients, parameters, buffers and random state with eager."),
 )  # fmt: skip
-MODEL: Final = click.option(
-    "--model",
-    default="",
-    help="Build this model, such as file.py:build, instead of the one that the file names.",
-)
-TRUST: Final = click.option(
-    "--trust",
-    is_flag=True,
-    help="Allow to run the Python file that the plan or the trace names as its model.",
-)
+MODEL: Final = click.option("--model", default="",
+    help="Build this model, such as file.py:build, instead of the one that the file names.")  # fmt: skip
+TRUST: Final = click.option("--trust", is_flag=True,
+    help="Allow to run the Python file that the plan or the trace names as its model.")  # fmt: skip
 
 
 @click.group(
@@ -200,12 +194,8 @@ def errors(
 
 @execute.command()
 @click.argument("cases")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Directory of the result (default: campaign-NAME).",
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path),
+              help="Directory of the result (default: campaign-NAME).")  # fmt: skip
 @click.option("--device", help="Run on cpu or cuda, instead of what the file says.")
 @DASK
 @output_options

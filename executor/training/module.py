@@ -27,7 +27,6 @@ from executor.training.wrapped import DATA_PARALLEL, inside
 from tracer.capture.compiling import calling
 from tracer.capture.refusals import check_capturable, in_words, raised_by_user
 from tracer.precision.policy import ambient
-from tracer.record.program import Program
 from tracer.record.sketch import names_digest, sketch
 from tracer.step.context import is_fake
 from tracer.torch_api import (
@@ -245,7 +244,8 @@ class Planned:
 
     def _compiled(self, forward: Any, args: Any, kwargs: Any) -> Any:
         compiler, whole, hint = self.compiler, not self.compiler.parts, f", plan its parts (parts=True){HINT}"
-        compiler.sketch, compiler.warn = self._sketch, self._warn
+        compiler.sketch = lambda program: {**sketch(program, self.module, *self.call), "amp": self.amp}
+        compiler.warn = self._warn
         compiler.run = compiler.run or compiler.runner()
         self.call, by, without = (args, kwargs), compiler.steps(), compiler.without.total()
         try:
@@ -285,10 +285,6 @@ class Planned:
             x for x in itertools.chain(leaves, self.module.parameters()) if isinstance(x, torch.Tensor)
         )
         self.amp = ambient(next((x.device.type for x in tensors), "cpu")).dtype
-
-    def _sketch(self, program: Program) -> dict[str, Any]:
-        args, kwargs = self.call
-        return {**sketch(program, self.module, args, kwargs), "amp": self.amp}
 
     # What is told
 

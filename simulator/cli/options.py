@@ -55,11 +55,8 @@ ERRORS: Final = (
     click.option("--errors", type=click.Path(path_type=Path),
                  help="File of `execute errors TRACE`; approximate plans need it."),
 )  # fmt: skip
-ALLOC_CONF: Final = click.option(
-    "--alloc-conf",
-    metavar="TEXT",
-    help="Simulate this PYTORCH_ALLOC_CONF, such as expandable_segments:True. For traces of a GPU.",
-)
+ALLOC_CONF: Final = click.option("--alloc-conf", metavar="TEXT",
+    help="Simulate this PYTORCH_ALLOC_CONF, such as expandable_segments:True. For traces of a GPU.")  # fmt: skip
 DEVICE: Final = (
     click.option("--gpu", metavar="NAME", help="Device to fit, one of `trace targets`, such as a100-40."),
     click.option("--device-memory", "--memory", "memory", metavar="SIZE",

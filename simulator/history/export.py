@@ -25,7 +25,16 @@ from simulator.prediction.step import Prediction
 from traces.errors import SpecError
 from traces.files import replacing, write_text
 from traces.records.measurement import ITERATIONS
-from traces.records.trace import OPTIMIZER, OPTIMIZER_STATE, PARAMETER, PHASES, VIEW, WORKSPACE, Trace
+from traces.records.trace import (
+    BACKWARD,
+    OPTIMIZER,
+    OPTIMIZER_STATE,
+    PARAMETER,
+    PHASES,
+    VIEW,
+    WORKSPACE,
+    Trace,
+)
 
 SNAPSHOT, PERFETTO = ".pickle", ".json"
 AGAIN = "recomputed here"  # in frames, under an op that runs again
@@ -104,7 +113,8 @@ class _Film:
         self.events: list[dict[str, Any]] = []
         self.live: dict[int, tuple[Block, Frames]] = {}  # by address
         self.held: dict[int, list[Block]] = {}  # by number, the older first
-        self.begin_ns = 0
+        self.begin_ns, self.phase = 0, ""
+        self.annotations: list[dict[str, Any]] = []  # where phases begin and end
         self.told: dict[tuple[int, str], Frames] = {}
         self.lines: dict[str, int] = {}  # of names: tools take frames of one line for the same
         sts = trace.storages
@@ -135,6 +145,8 @@ class _Film:
             if k == count:
                 break
             block, at = asked.blocks[k], start_ns[steps[k]]
+            again = schedule.recompute[steps[k]]
+            self.enter(BACKWARD if again else self.trace.ops.phase[schedule.op[steps[k]]], at)
             if block >= 0:
                 s = telling.storages.get(block, -1)
                 category = self.trace.storages.category[s] if s >= 0 else WORKSPACE
@@ -143,6 +155,14 @@ class _Film:
             else:
                 self.free(self.held[~block].pop(0), at)
         self.begin_ns += self.replay.timeline.step_time_ns
+        self.enter("", 0)
+
+    def enter(self, phase: str, at_ns: int) -> None:
+        """A phase begins, or none; the one before ends."""
+        for name, stage in ((self.phase, "END"), (phase, "START")) if phase != self.phase else ():
+            told = {"stage": stage, "name": name, "device": 0, "time_us": (self.begin_ns + at_ns) // 1000}
+            self.annotations += [told] * bool(name)
+        self.phase = phase
 
     def frames(self, step: int, category: str) -> Frames:
         """The stack of a step's request; one object for those that are alike, which the pickle holds once."""
@@ -190,7 +210,7 @@ class _Film:
             "segments": [s for _, head in sorted(heads.items()) for s in self.segments(head)],
             "device_traces": [self.events],
             "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": alloc_conf, "max_cached_size": -1},
-            "external_annotations": [],
+            "external_annotations": self.annotations,
         }
 
     def segments(self, head: Block) -> Iterator[dict[str, Any]]:

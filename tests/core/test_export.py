@@ -36,6 +36,9 @@ def test_an_exported_step_is_what_the_replay_says(recomputed: tuple[int, ...]) -
     told = {f["name"]: f["line"] for e in data["device_traces"][0] for f in e["frames"]}
     assert len({*told.values()}) == len(told)  # tools that group by file and line must not mix names
     assert (AGAIN in told) == bool(recomputed)
+    phases = [(a["name"], a["stage"]) for a in data["external_annotations"]]
+    once = [(phase, stage) for phase in ("forward", "backward") for stage in ("START", "END")]
+    assert phases == once * (len(phases) // len(once))
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])

@@ -51,12 +51,8 @@ def trace() -> None:
 
 @trace.command("run", cls=Grouped)
 @click.argument("model")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Directory of the trace (default: the model's name).",
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path),
+              help="Directory of the trace (default: the model's name).")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Replace a trace that is there.")
 @click.option(
     "--target", help="Record the step of this device of `trace targets`, such as h100 (default: cpu)."
