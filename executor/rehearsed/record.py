@@ -26,12 +26,7 @@ from executor.training.module import STATE, apply_plan, install, trains
 from executor.training.wrapped import blocks_of, inside
 from tracer.record.program import Program
 from tracer.rehearsal.watch import Watch, now_us
-from tracer.torch_api import (
-    current_graph_task,
-    is_traceable_wrapper_subclass,
-    pytree,
-    replaced,
-)
+from tracer.torch_api import current_graph_task, is_traceable_wrapper_subclass, pytree, replaced
 from traces.errors import SpecError
 from traces.files import canonical_json, write_text
 from traces.records import store

@@ -89,11 +89,7 @@ def ddp(**given: Any) -> DistributedDataParallel:
 
 
 def fsdp2(
-    model: nn.Module | None = None,
-    mesh: Any = None,
-    reshard: bool | int = True,
-    mixed: bool = True,
-    **given: Any,
+    model: Any = None, mesh: Any = None, reshard: bool | int = True, mixed: bool = True, **given: Any
 ) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -182,13 +178,6 @@ def fsdp1() -> None:
         optimizer.zero_grad()
 
 
-def offloaded() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    model = fsdp2(Net(), offload_policy=CPUOffloadPolicy())
-    train(model, adamw(model), clip=False)
-
-
 def zero() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -251,6 +240,22 @@ def communicators() -> None:
         optimizer.step()
 
 
+def experts() -> None:
+    """Tokens go to the ranks of the experts that were chosen for them, as many as are counted there."""
+    ranks = dist.get_world_size()
+    optimizer = adamw(model := nn.Linear(WIDTH, 2 * ranks).cuda())
+    for _ in range(STEPS):
+        x = torch.randn(8 * ranks, WIDTH, device="cuda")
+        scores, chosen = model(x).topk(2)
+        sent = chosen.flatten().bincount(minlength=2 * ranks).view(ranks, 2).sum(1)
+        dist.all_to_all_single(taken := torch.empty_like(sent), sent)
+        assert sent.tolist() == taken.tolist() == [16] * ranks
+        received = x.new_empty(16 * ranks, WIDTH)
+        dist.all_to_all_single(received, x.repeat(2, 1), taken.tolist(), sent.tolist())
+        scores.sum().backward()
+        optimizer.step()
+
+
 def objects() -> None:
     """Exchanges of objects, the store, gloo."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -302,6 +307,8 @@ def mesh(*sizes: int) -> Any:
 
 
 def main(kind: str) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
     ranks = dist.get_world_size()
     models = {
         "ddp": ddp,
@@ -311,6 +318,7 @@ def main(kind: str) -> None:
         "fsdp2 by half": lambda: fsdp2(reshard=ranks // 2),
         "fsdp2 checkpointed": lambda: fsdp2(checkpointed()),
         "fsdp2 compiled": lambda: fsdp2(compiled()),
+        "fsdp2 offloaded": lambda: fsdp2(Net(), offload_policy=CPUOffloadPolicy()),
         "hsdp": lambda: fsdp2(mesh=mesh(2, ranks // 2)),
         "tp": lambda: tensor_parallel(mesh(ranks)),
         "tp of sequences": lambda: tensor_parallel(mesh(ranks), sequence=True),
@@ -319,19 +327,19 @@ def main(kind: str) -> None:
     others = {
         "ddp accumulates": lambda: accumulate(ddp(gradient_as_bucket_view=True)),
         "fsdp2 accumulates": lambda: accumulate(fsdp2()),
-        "fsdp2 offloaded": offloaded,
         "fsdp1": fsdp1,
         "zero": zero,
         "gpipe": lambda: pipeline("ScheduleGPipe"),
         "1f1b": lambda: pipeline("Schedule1F1B", static=True),
         "communicators": communicators,
+        "experts": experts,
         "objects": objects,
     }
     if kind in models:
         model = models[kind]()
         # Gradients of several meshes, some of them plain, have no common norm and no common update.
-        tp = "tp" in kind
-        train(model, adamw(model, foreach=not tp), clip=not tp)
+        plain = "tp" in kind or "offloaded" in kind
+        train(model, adamw(model, foreach=not plain), clip=not plain)
     elif kind.startswith("bounds"):  # in float32, with hardly any activations
         with torch.device("meta"):
             model = Net(words=32)

@@ -84,7 +84,7 @@ def test_what_accelerate_would_start_it_says_itself() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "fsdp2 by half",
+        *("fsdp2 by half", "experts"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in (
@@ -121,20 +121,16 @@ def test_a_stage_of_a_pipeline_hears_shapes_from_its_neighbours() -> None:
     assert run("1f1b", ranks=3, rank=2).steady.requested_bytes < last.steady.requested_bytes
 
 
-def test_each_communicator_keeps_its_own_ranks_and_values() -> None:
-    """Which the program asserts."""
-    found = run("communicators", ranks=4)
-    assert [c.ranks for c in found.communicators] == [4, 2, 2]
+@pytest.mark.parametrize("split", [(), pytest.param(("at once",), marks=pytest.mark.slow)])
+def test_each_communicator_keeps_its_own_ranks_and_values(split: tuple[str, ...]) -> None:
+    """Which the program asserts; those that are split off too."""
+    found = run("communicators", *split, ranks=4)
     two, more = COMMUNICATOR_BYTES["TWO"], COMMUNICATOR_BYTES["MORE"] + 3 * COMMUNICATOR_BYTES["PEER"]
-    assert [c.nbytes for c in found.communicators] == [more, two, two]
-    assert found.outside_bytes == CONTEXT_BYTES + more + 2 * two
+    pairs = 2 + 2 * len(split)
+    assert [c.ranks for c in found.communicators] == [4, *[2] * pairs]
+    assert [c.nbytes for c in found.communicators] == [more, *[two] * pairs]
+    assert found.outside_bytes == CONTEXT_BYTES + more + pairs * two
     assert found.gpu_bytes == found.outside_bytes + found.figures.peak_reserved_bytes
-
-
-@pytest.mark.slow
-def test_groups_that_are_split_off_know_their_ranks() -> None:
-    found = run("communicators", "at once", ranks=4)
-    assert [c.ranks for c in found.communicators] == [4, 2, 2, 2, 2]
 
 
 @pytest.mark.slow

@@ -48,13 +48,11 @@ def build(batch_size=256):
 
 @pytest.fixture
 def step(tmp_path: Path) -> str:
-    path = tmp_path / "net.py"
-    path.write_text(STEP)
-    return f"{path}:build"
+    return f"{script(tmp_path, STEP, 'net.py')}:build"
 
 
-def script(folder: Path, text: str) -> str:
-    path = folder / "train.py"
+def script(folder: Path, text: str, name: str = "train.py") -> str:
+    path = folder / name
     path.write_text(text)
     return str(path)
 
@@ -87,8 +85,9 @@ def test_figures_of_a_small_step_are_the_sum_of_its_tensors_and_its_snapshot_is_
 @pytest.mark.slow
 def test_what_building_the_model_freed_is_not_reserved(step: str, tmp_path: Path) -> None:
     """A model that is moved to the GPU leaves nothing cached there, whatever its initialisers needed."""
-    wasteful = tmp_path / "wasteful.py"
-    wasteful.write_text(STEP.replace("    net = Net()\n", "    torch.empty(2**27)\n    net = Net()\n"))
+    wasteful = script(
+        tmp_path, STEP.replace("    net = Net()\n", "    torch.empty(2**27)\n    net = Net()\n")
+    )
     thrifty, found = (rehearse(m, "h100", iterations=2) for m in (step, f"{wasteful}:build"))
     assert found.figures.reserved_bytes == thrifty.figures.reserved_bytes
 
@@ -100,15 +99,12 @@ def test_lines_of_torchvision_are_named_at_the_peak() -> None:
 
 
 @pytest.mark.slow
-def test_a_gpu_that_is_too_small_says_so_and_what_it_would_take(tmp_path: Path) -> None:
-    path = tmp_path / "net.py"
-    path.write_text(STEP)
-    found = rehearse(f"{path}:build", "t4", options={"batch_size": 1 << 19})
+def test_a_gpu_that_is_too_small_says_so_and_what_it_would_take(step: str) -> None:
+    found = rehearse(step, "t4", options={"batch_size": 1 << 19})
     assert not found.fits
     assert "out of memory" in found.out_of_memory
     assert found.steady.allocated_bytes > found.memory_bytes
-    words = ("rehearse", f"{path}:build", "--gpu", "t4", "--batch-size", 1 << 19)
-    done = python("-m", "executor", *words, code=1)
+    done = python("-m", "executor", "rehearse", step, "--gpu", "t4", "--batch-size", 1 << 19, code=1)
     assert "does not fit into T4" in done.stderr
 
 

@@ -22,14 +22,7 @@ from tracer.capture.torch_fixes.grouped import true_results
 from tracer.costs.cost import Cost
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
-from tracer.record.rows import (
-    op_row,
-    overwritten,
-    storage_key,
-    storage_row,
-    tables_of,
-    tensors_in,
-)
+from tracer.record.rows import op_row, overwritten, storage_key, storage_row, tables_of, tensors_in
 from tracer.torch_api import (
     DisableAutocast,
     FakeTensor,

@@ -29,16 +29,7 @@ from tracer.rehearsal.peak import (
     innermost,
     owned_by,
 )
-from tracer.rehearsal.record import (
-    ASSUMED,
-    HOST_READ,
-    MASK,
-    MISSING,
-    Alive,
-    Communicator,
-    Iteration,
-    Peaks,
-)
+from tracer.rehearsal.record import ASSUMED, HOST_READ, MASK, MISSING, Alive, Communicator, Iteration, Peaks
 from tracer.step.loop import Enough, Phases
 from tracer.torch_api import (
     FakeTensor,
@@ -52,6 +43,7 @@ from traces.records.plan import PredictionWarning
 from traces.records.trace import FORWARD, OPTIMIZER, PHASES
 
 MAX_EVENTS: Final = 10**7
+MOST_COUNTS: Final = 1 << 12  # that are read at once
 # Words in a line that asks whether something is wrong, which it is not; other yes-or-no questions are answered yes.
 _DOUBTS: Final = ("isnan", "isinf", ".any(", "torch.any")
 _FIGURES: Final = ("requested_bytes", "allocated_bytes", "reserved_bytes")
@@ -82,6 +74,7 @@ class Watch:
         self._highest = Peaks()  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
         self._masks: Counter[str] = Counter()
+        self._chosen = 0, 0  # how many choices the last topk made, of how many
         self._stats = bindings._cuda_memoryStats  # which only a CUDA build has
         self._reset = bindings._cuda_resetPeakMemoryStats
         self._driver = null_driver()
@@ -179,8 +172,8 @@ class Watch:
         self._highest = Peaks()
 
     def _masks_select_all(self) -> torch.library.Library:
-        """While it lives, `nonzero` finds all elements, so that what a mask indexes is taken whole, the most it can be.
-        Counts: the result. Ignores: that its own temporaries exist beside it."""
+        """While it lives, `nonzero` finds all elements, so that what a mask indexes is taken whole, the most it can be,
+        and it is known what `topk` chose among. Ignores: that temporaries of `nonzero` exist beside its result."""
         library = torch.library.Library("aten", "IMPL")
         kernel = torch.library.get_kernel("aten::nonzero", "CUDA")
 
@@ -192,19 +185,33 @@ class Watch:
             return mask.new_empty((mask.dim(), mask.numel()), dtype=torch.long).t()
 
         library.impl("nonzero", nonzero, "CUDA", with_keyset=True, allow_override=True)
+        choose = torch.library.get_kernel("aten::topk", "CUDA")
+
+        def topk(keys: Any, scores: torch.Tensor, k: int, dim: int = -1, *how: bool) -> Any:
+            of = (scores.shape or (1,))[dim]
+            self._chosen = scores.numel() // max(of, 1) * k, of
+            return choose.call_boxed(keys, scores, k, dim, *how)
+
+        library.impl("topk", topk, "CUDA", with_keyset=True, allow_override=True)
         return library
 
     def _on_read(self, size: int, told: int, to: int, at: int, message: int) -> int:
         """The host reads `size` bytes of the device, each of which would be `told`; returns what it is. What another
-        rank gave in a message is heard from that rank, and -1 returned."""
+        rank gave in a message is heard from that rank, and -1 returned; also where several numbers may count what the
+        last topk chose, by option or by rank: these get even shares."""
         if message and (value := self._words.value(message, at, size)):
             ctypes.memmove(to, value, size)
             return -1
+        (choices, of), n = self._chosen, size // 8
+        even = size % 8 == 0 and 1 < n < MOST_COUNTS and of > 1 and 0 in (of % n, n % of)
         frame = sys._getframe().f_back  # none in autograd's thread, outside of functions of the user's own
         where, text = _line_of(frame) if frame else ("", "")
-        told = int(told and not any(word in text for word in _DOUBTS))
+        told = choices // min(n, of) if even else int(told and not any(word in text for word in _DOUBTS))
         self._reads[where, size, told] += 1
-        return told
+        if even:
+            rest = choices - told * min(n, of)
+            ctypes.memmove(to, (ctypes.c_int64 * n)(told + rest, *[told] * (n - 1)), size)
+        return -1 if even else told
 
     def warnings(self) -> tuple[PredictionWarning, ...]:
         """Values that were read, sizes that are assumed, functions that are not there."""
