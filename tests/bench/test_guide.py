@@ -44,4 +44,4 @@ def test_every_cell_runs_to_what_it_shows() -> None:
             assert repr(shown).partition(" peak ")[0] == out["data"]["text/plain"][0].partition(" peak ")[0]
         else:
             there = "".join(text for out in cell["outputs"] for text in out["text"])
-            assert said.getvalue().count("\n") == there.count("\n")
+            assert re.sub(r"[\d.]+", "N", said.getvalue()) == re.sub(r"[\d.]+", "N", there)
