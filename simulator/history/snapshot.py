@@ -31,7 +31,7 @@ class Frame(Struct, frozen=True):
     line: int = 0
 
 
-# Address -> requested bytes, and the stack that asked; None: nobody knows.
+# Address -> requested bytes, and the stack that asked; where nobody knows it, what the block counts as.
 Blocks = dict[int, tuple[int, Any]]
 Area = tuple[int, int, bool]  # where a segment, or mapped pages, begin and end; whether they grow by pages
 
@@ -123,7 +123,7 @@ def _requested(block: Any) -> int:
 
 def _there(snapshot: Snapshot, device: int, events: Sequence[Event], at: int) -> tuple[Blocks, list[Area]]:
     """The blocks in use after event `at`, and where segments were."""
-    blocks: Blocks = {a: (_requested(b), b.frames or None) for a, b in snapshot.in_use(device).items()}
+    blocks: Blocks = {a: (_requested(b), b.frames or EARLIER) for a, b in snapshot.in_use(device).items()}
     segments = [s for s in snapshot.segments if s.device == device]
     fixed = {s.address: s.total_size for s in segments if not s.is_expandable}
     edges: Counter[int] = Counter()  # of pages: +1 where some begin, -1 where they end
@@ -139,7 +139,7 @@ def _there(snapshot: Snapshot, device: int, events: Sequence[Event], at: int) ->
         if e.action == "alloc":
             blocks.pop(e.address, None)
         elif e.action == "free_completed":
-            blocks[e.address] = e.size_bytes, None
+            blocks[e.address] = e.size_bytes, EARLIER
         elif e.action == "segment_alloc":
             fixed.pop(e.address, None)
         elif e.action == "segment_free":
@@ -148,7 +148,7 @@ def _there(snapshot: Snapshot, device: int, events: Sequence[Event], at: int) ->
             pages(e.address, e.size_bytes, 1 if e.action in replay.GIVES_BACK else -1)
     for e in events[: at + 1]:
         if e.action == "alloc" and e.address in blocks:
-            blocks[e.address] = e.size_bytes, e.frames or ()
+            blocks[e.address] = e.size_bytes, OTHER if e.frames is None else e.frames
     turns = sorted((a, n) for a, n in edges.items() if n)
     grown = [(a, turns[k + 1][0], True) for k, (a, n) in enumerate(turns) if n > 0 and k + 1 < len(turns)]
     return blocks, sorted([(a, a + size, False) for a, size in fixed.items()] + grown)
@@ -193,8 +193,8 @@ def stack(frames: Any) -> list[Frame]:
 
 def _held(size: int, frames: Any) -> tuple[str, str, str, int]:
     """The category, module and line of a block, and its size."""
-    if frames is None:
-        return EARLIER, "", "", size
+    if isinstance(frames, str):
+        return frames, "", "", size
     told = stack(frames)
     if len(own := [f.name for f in told if f.filename == OURS]) > 2:
         op, module, category, *_ = own
