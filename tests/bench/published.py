@@ -4,9 +4,9 @@ python -m tests.bench.published [ROW ...] [-o FILE.json] [--table FILE.md] [--ag
 
 The rows are tests/published/rows.toml, the steps its build functions, and the loops tests/published/loops.py. Needs a
 CUDA build of torch; rows for another release than the one that is here stay as FILE has them, unless they are named;
-torchtitan's do too where TITAN names no checkout of it (tests/published/titan.py). Every row is added to FILE as soon
-as it is there, and rows that FILE has are made again only if they are named or with `--again`, so that table and page
-need no torch.
+torchtitan's do too where TITAN and TITAN25 name no checkouts of it (tests/published/titan.py). Every row is added to
+FILE as soon as it is there, and rows that FILE has are made again only if they are named or with `--again`, so that
+table and page need no torch.
 """
 
 from __future__ import annotations

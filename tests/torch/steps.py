@@ -36,16 +36,8 @@ def step_of(
     model: nn.Module, batch: Any, loss: Callable[..., Any] | None, optimizer: torch.optim.Optimizer | None
 ) -> TrainingStep:
     given = split_batch(model, batch, loss)
-    return TrainingStep(
-        model=model,
-        args=given.args,
-        kwargs=given.kwargs,
-        loss=given.loss,
-        loss_inputs=given.loss_inputs,
-        optimizer=optimizer,
-        batch_size=1,
-        name=type(model).__name__,
-    )
+    taken: Any = {k: getattr(given, k) for k in ("args", "kwargs", "loss", "loss_inputs")}
+    return TrainingStep(model=model, optimizer=optimizer, batch_size=1, name=type(model).__name__, **taken)
 
 
 def build_of(make: Callable[[], tuple[Any, Any, Any, Any]], seed: int = 0) -> BuildStep:
