@@ -44,6 +44,11 @@ def why_command(what: str, words: Words, trace: str | None, out: Output) -> None
     from simulator.prediction.ask import question
 
     if (message := _message(what)) is not None:
+        if out.report is not None:
+            from simulator.report.page import Page, Section, Text, write_page
+
+            answer = Section("Answer", tuple(map(Text, message["sentences"])))
+            write_page(out.report, Page(f"{what}: why memory ran out", "torch's message", (answer,)))
         out.show(lambda: message, lambda: "\n".join(message["sentences"]))
         return
     asked = question(**words)

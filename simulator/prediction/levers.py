@@ -230,6 +230,5 @@ def _helpful(problem: Problem, budget_bytes: int, levers: Levers) -> str:
     if lacking := [r for r in best.rewrites if r not in allowed]:
         word = next(word for word, exactness in ALLOW.items() if exactness == exactness_of(best.rewrites))
         kinds, lower = ", ".join(dict.fromkeys(r.kind for r in lacking)), bounder_of(best.problem).floor
-        told = f"With --allow {word} the lever {kinds} lowers what no plan can go below"
-        return f"{told} to {show_bytes(lower.peak_bytes)}."
+        return f"--allow {word} ({kinds}) lowers what no plan can go below to {show_bytes(lower.peak_bytes)}."
     return ""

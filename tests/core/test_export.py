@@ -61,11 +61,13 @@ def test_files_and_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     save(chain().step.trace, "t")
     run = RunFigures(peak_allocated_bytes=12, step_time_ns=3, peaks_bytes=(11, 12))
     tiny.measurement(run).save("m.json")
-    for asked in ("t --export s.pickle", "t --export p.json", "why s.pickle --report 1.html",
-                  "diff t m.json --report 2.html", "diff t s.pickle --report 3.html"):  # fmt: skip
+    Path("m.txt").write_text("CUDA out of memory. Tried to allocate 2.00 GiB")
+    for asked in ("t --export s.pickle", "t --export p.json", "why s.pickle --report 1.html", "diff t m.json --report "
+                  "2.html", "diff t s.pickle --report 3.html", "why m.txt --report 4.html"):  # fmt: skip
         said = CliRunner().invoke(main, [*asked.split(), "-q"])
         assert said.exit_code == 0, said.output
     assert json.loads(Path("p.json").read_text())["traceEvents"]
+    assert "torch was asked for 2.00 GiB" in Path("4.html").read_text("utf-8")
     for k, curves in enumerate((1, 2, 2), 1):
         (spec,) = specifications(Path(f"{k}.html").read_text("utf-8"))
         vl_convert.vegalite_to_vega(spec)

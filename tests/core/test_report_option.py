@@ -53,9 +53,7 @@ def test_the_list_of_commands_is_complete() -> None:
     assert found == {words[0] for _, words in COMMANDS}
 
 
-@pytest.mark.parametrize(
-    ("command", "words"), COMMANDS, ids=lambda x: x[0] if isinstance(x, tuple) else x.name
-)
+@pytest.mark.parametrize(("command", "words"), COMMANDS, ids=lambda x: x[0] if type(x) is tuple else x.name)
 def test_a_missing_package_is_named_before_the_work(
     command: Any, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
