@@ -95,6 +95,7 @@ USED: Final = {
     # ranks that are not there
     "FakeProcessGroup": "torch._C:_distributed_c10d.FakeProcessGroup",
     "new_process_group_helper": "torch.distributed.distributed_c10d:_new_process_group_helper",
+    "default_planner": "torch.distributed.checkpoint.default_planner",
     "process_groups": "torch.distributed.distributed_c10d:_world",
     # modules in which `replaced` puts something else
     "bindings": "torch._C",

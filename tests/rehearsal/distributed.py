@@ -10,12 +10,15 @@ import datetime
 import functools
 import os
 import sys
+from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -105,19 +108,10 @@ def fsdp2(
     return fully_shard(model, **given)
 
 
-def checkpointed() -> nn.Module:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+def changed(change: Callable[[Any], Any]) -> nn.Module:
     model = Net().cuda()
     for k, block in enumerate(model.layers):
-        model.layers[k] = checkpoint_wrapper(block)
-    return model
-
-
-def compiled() -> nn.Module:
-    model = Net().cuda()
-    for block in model.layers:
-        block.compile()
+        model.layers[k] = change(block)
     return model
 
 
@@ -307,6 +301,7 @@ def mesh(*sizes: int) -> Any:
 
 
 def main(kind: str) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     ranks = dist.get_world_size()
@@ -314,10 +309,11 @@ def main(kind: str) -> None:
         "ddp": ddp,
         "compile": lambda: DistributedDataParallel(torch.compile(Net().cuda())),
         "fsdp2": fsdp2,
+        "fsdp2 saved": fsdp2,
         "fsdp2 kept": lambda: fsdp2(reshard=False),
         "fsdp2 by half": lambda: fsdp2(reshard=ranks // 2),
-        "fsdp2 checkpointed": lambda: fsdp2(checkpointed()),
-        "fsdp2 compiled": lambda: fsdp2(compiled()),
+        "fsdp2 checkpointed": lambda: fsdp2(changed(checkpoint_wrapper)),
+        "fsdp2 compiled": lambda: fsdp2(changed(lambda block: block.compile() or block)),
         "fsdp2 offloaded": lambda: fsdp2(Net(), offload_policy=CPUOffloadPolicy()),
         "hsdp": lambda: fsdp2(mesh=mesh(2, ranks // 2)),
         "tp": lambda: tensor_parallel(mesh(ranks)),
@@ -339,7 +335,12 @@ def main(kind: str) -> None:
         model = models[kind]()
         # Gradients of several meshes, some of them plain, have no common norm and no common update.
         plain = "tp" in kind or "offloaded" in kind
-        train(model, adamw(model, foreach=not plain), clip=not plain)
+        optimizer = adamw(model, foreach=not plain)
+        with TemporaryDirectory() as folder:
+            if "saved" in kind:
+                save = functools.partial(checkpoint.save, checkpoint_id=folder)
+                optimizer.register_step_post_hook(lambda *_: save({"model": model.state_dict()}))
+            train(model, optimizer, clip=not plain)
     elif kind.startswith("bounds"):  # in float32, with hardly any activations
         with torch.device("meta"):
             model = Net(words=32)

@@ -89,7 +89,7 @@ def test_what_accelerate_would_start_it_says_itself() -> None:
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in (
                 "fsdp2", "fsdp2 kept", "fsdp2 checkpointed", "fsdp2 accumulates", "fsdp2 compiled", "hsdp", "fsdp1",
-                "tp", "tp of sequences", "fsdp2 x tp",
+                "tp", "tp of sequences", "fsdp2 x tp", "fsdp2 saved",
             )
         ),
     ],

@@ -51,14 +51,13 @@ READ = {
     "torch.nn.Module._wrapped_call_impl",
     "torch._C._distributed_c10d.FakeProcessGroup._create_internal",
     "torch._inductor.fx_passes.pad_mm._skip_do_bench_times",
+    "torch.distributed.checkpoint.default_planner._validate_global_plan",
 }
-# Private attributes of objects of torch, transformers and Python. Those that Lowtide's own objects have too, such as
-# _parameters, do not show.
+# Private attributes of objects of torch, transformers, DeepSpeed and Python. Those that Lowtide's own objects have
+# too, such as _parameters, do not show.
 OF_OBJECTS = {
     "_attn_implementation", "_boxed_call", "_call_impl", "_cdata", "_compiled_call_impl", "_destroy",
-    "_dispatch_cache", "_exit",
-    "_fields", "_getframe", "_growth_tracker",
-    "_model_mapping",
+    "_dispatch_cache", "_exit", "_fields", "_getframe", "_growth_tracker", "_loaded_ops", "_model_mapping",
     "_orig_mod", "_overloadname", "_overloadpacket", "_post_accumulate_grad_hooks",
     "_get_backend", "_schema", "_validate_launch_command", "_wait_for_pending_works",
 }  # fmt: skip

@@ -30,17 +30,7 @@ from tracer.torch_api import (
     storage_expired,
 )
 from traces.errors import CaptureError
-from traces.records.trace import (
-    ACTIVATION,
-    EAGER,
-    EFFECT,
-    FORWARD,
-    MUTATES,
-    OPTIMIZER,
-    OTHER,
-    RANDOM,
-    VIEW,
-)
+from traces.records.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
 DEVICE: Final = torch.ops.prim.device.default
