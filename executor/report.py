@@ -31,7 +31,6 @@ def write_measurement(path: str | Path, m: Measurement, trace: Trace, plan: Plan
     )
     rows = [("device", m.device), ("provenance", m.provenance), ("plan for", m.fingerprint)]
     rows += [(k, v) for k, v in sorted(m.environment.items()) if v]
-    rows += [(f"option {k}", str(v)) for k, v in sorted(m.options.items())]
     wrong = m.verified is not True or m.within_budget is False or m.warnings
     notes = [Text(note, "warning" if wrong else "note") for note in _notes(m)]
     if m.predicted.step_time_ns is not None and trace.meta.mode != "real":
