@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from simulator.allocator.device import Setting, device_fit
@@ -17,6 +18,7 @@ from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from traces.errors import BudgetError
 from traces.records.plan import Plan
+from traces.records.trace import MOST
 from traces.units import show_bytes
 
 SHARES: Final = 4  # of the time, one for each plan as long as there is some left
@@ -46,8 +48,8 @@ def plan_within_reserved(
     limits = limits.started()
     share = replace(limits, seconds=limits.seconds / SHARES)
 
-    def judged(budget_bytes: int) -> Tried:
-        plan = plan_with(planner, problem, budget_bytes, share)
+    def judged(how: Limits, budget_bytes: int) -> Tried:
+        plan = plan_with(planner, problem, budget_bytes, how)
         found: list[Tried] = []
         for setting in settings:
             fit = device_fit(problem, problem.replay(plan.actions), setting)
@@ -64,8 +66,13 @@ def plan_within_reserved(
         say(f"a plan that adds {added:.2f} % reserves {best.reserved_bytes:,} bytes under {told}")
         return best
 
-    tried, why = lower_until_within(judged, limit_bytes, limits)
-    if within := [t for t in tried if t.reserved_bytes <= limit_bytes]:
+    tried, why = lower_until_within(partial(judged, share), limit_bytes, limits)
+    if not (within := [t for t in tried if t.reserved_bytes <= limit_bytes]) and not limits.enough_ns:
+        # A hasty search ends at other plans, whose blocks may lie better.
+        hasty = partial(judged, replace(share, enough_ns=MOST))
+        tried += lower_until_within(hasty, limit_bytes, limits)[0]
+        within = [t for t in tried if t.reserved_bytes <= limit_bytes]
+    if within:
         best = min(within, key=lambda t: (t.plan.predicted["plan"]["step_time_ns"], t.reserved_bytes))
         return best.plan, best.setting
     leanest = min(tried, key=lambda t: t.reserved_bytes)
