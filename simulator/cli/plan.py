@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simulator.cli.options import (
-    BUDGET_OF,
-    DEVICE,
-    ERRORS,
-    LEVERS,
-    PLANNER,
-    SEARCH,
-    Words,
-    asking,
-)
+from simulator.cli.options import BUDGET_OF, DEVICE, ERRORS, LEVERS, PLANNER, SEARCH, Words, asking
 from traces.commands import Grouped, Output, OutputFile, Refused, output_options
 from traces.errors import SpecError
 from traces.files import check_writable

@@ -210,8 +210,7 @@ def communicators() -> None:
     half, outermost = dist.new_group(list(range(ranks // 2))), dist.new_group([0, ranks - 1])
     if "at once" in sys.argv:
         mesh(2, ranks // 2)
-    model = nn.Linear(WIDTH, WIDTH).cuda()
-    optimizer = adamw(model)
+    optimizer = adamw(model := nn.Linear(WIDTH, WIDTH).cuda())
     for _ in range(STEPS):
         model(torch.ones(8, WIDTH, device="cuda")).sum().backward()
         for group, n in ((None, ranks), (half, ranks // 2), (outermost, 2)):
@@ -248,6 +247,7 @@ def experts() -> None:
         dist.all_to_all_single(received, x.repeat(2, 1), taken.tolist(), sent.tolist())
         scores.sum().backward()
         optimizer.step()
+        optimizer.step()  # an iteration for all that
 
 
 def objects() -> None:
@@ -262,24 +262,21 @@ def objects() -> None:
     dist.barrier()
     both: list[Any] = ["the same on every rank"]
     dist.broadcast_object_list(both, src=1)
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"host{rank}", "here")
+    (store := dist.distributed_c10d._get_default_store()).set(f"host{rank}", "here")
     assert store.get(f"host{ranks - 1}") == b"here"
     assert store.add("count", 1) == ranks == int(store.get("count"))
     store.set_timeout(datetime.timedelta(seconds=9))
     assert store.num_keys() > 1
     assert store.delete_key("count")
-    length, told, sent = (torch.tensor([7 * rank], device=d) for d in ("cuda", "cpu", "cuda"))
+    length, told = (torch.tensor([7 * rank], device=d) for d in ("cuda", "cpu"))
     dist.broadcast(length, src=1)
     dist.broadcast(told, src=1, group=on_cpus)
     assert length.item() == told.item() == 7
-    if rank:
-        dist.send(sent, 0)
-    else:
-        dist.recv(sent, 1)
-    assert sent.item() == 7
-    model = nn.Linear(WIDTH, WIDTH).cuda()
-    optimizer = adamw(model)
+    sent = torch.empty(99, dtype=torch.int64, device="cuda")
+    sent[:2].copy_(torch.tensor([rank, 7 * rank]))
+    (dist.send if rank else dist.recv)(sent, 1 - rank)
+    assert sent[1].item() == 7
+    optimizer = adamw(model := nn.Linear(WIDTH, WIDTH).cuda())
     model(torch.ones(8, WIDTH, device="cuda")).sum().backward()
     optimizer.step()
     given = [f"of {rank}" if rank == 1 else None]
@@ -291,6 +288,7 @@ def objects() -> None:
         dist.send_object_list((f"by {rank}",), 0)
     else:
         assert (dist.recv_object_list(both, src=1), both) == (1, ["by 1"])
+    model(torch.ones(8, WIDTH, device="cuda")).sum().backward()
     optimizer.step()
     if rank == 0:
         dist.recv_object_list(given, src=1)

@@ -101,6 +101,7 @@ def test_memory_is_as_under_torch_s_fake_group(kind: str) -> None:
     ours, theirs = (peaks(r)["compiled" in kind :] for r in (found, fake))
     assert [p.requested_bytes for p in ours] == [p.requested_bytes for p in theirs]
     assert [p.allocated_bytes for p in ours] == [p.allocated_bytes for p in theirs]
+    assert all(len(i.phases) == 3 for i in found.iterations)
     assert found.communicators
     assert not fake.communicators
 

@@ -126,6 +126,7 @@ while True:
         scaler.scale(loss / 2).backward()
         if torch.isnan(loss):
             raise RuntimeError("a NaN that nobody computed")
+        assert not (inf_or_nan := torch.isfinite(loss).logical_not())
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     scaler.step(optimizer)

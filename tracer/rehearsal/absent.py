@@ -13,6 +13,7 @@ import pickle
 import re
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -242,13 +243,14 @@ class Exchanges:
 
         return told
 
-    def _known(self, tensor: torch.Tensor) -> bytes | None:
-        values, at, size = ctypes.create_string_buffer(tensor.nbytes), tensor.data_ptr(), tensor.nbytes
+    def _known(self, tensor: torch.Tensor) -> bytes:
+        at, size, read = tensor.data_ptr(), tensor.nbytes, self._driver.null_read
+        values = ctypes.create_string_buffer(size)
         if tensor.device.type == "cpu":
             ctypes.memmove(values, at, size)
-        elif self._driver.null_read(ctypes.c_void_p(at), values, ctypes.c_size_t(size)) <= 0:
-            return None
-        return values.raw
+        else:  # its beginning, as far as somebody wrote that
+            size = bisect_left(range(size), True, key=lambda n: read(at, values, n + 1) <= 0)
+        return values.raw[:size]
 
 
 def _copied(value: Any) -> Any:

@@ -86,7 +86,7 @@ def rehearse(
     runs_script = module or (is_script(model) if script is None else script)
     itself = shard or module or source_file(model)
     for wrong, why in (
-        (runs_script and options, f"a script takes arguments of its own, and not {', '.join(options or ())}"),
+        (runs_script and options, f"it is run as a script, which takes no {', '.join(options or ())}"),
         (runs_script and apply, "a script applies a plan itself (executor.apply_plan); leave --plan out"),
         (not runs_script and arguments, f"it is no script, so nothing takes the arguments {' '.join(arguments)}; "
          "give options, or the script that it starts, with --ranks"),

@@ -40,12 +40,12 @@ from tracer.torch_api import (
     when_cuda_begins,
 )
 from traces.records.plan import PredictionWarning
-from traces.records.trace import FORWARD, OPTIMIZER, PHASES
+from traces.records.trace import BACKWARD, FORWARD, OPTIMIZER, PHASES
 
 MAX_EVENTS: Final = 10**7
 MOST_COUNTS: Final = 1 << 12  # that are read at once
 # Words in a line that asks whether something is wrong, which it is not; other yes-or-no questions are answered yes.
-_DOUBTS: Final = ("isnan", "isinf", ".any(", "torch.any")
+_DOUBTS: Final = ("isnan", "isinf", "inf_or_nan", ".any(", "torch.any")
 _FIGURES: Final = ("requested_bytes", "allocated_bytes", "reserved_bytes")
 
 
@@ -71,6 +71,7 @@ class Watch:
         self._owned: dict[int, str] = {}  # addresses of parameters, gradients and state, as they were last
         self._owned_us = 0
         self._optimizer = 0  # the first that stepped, by identity
+        self._steps, self._steps_each = 0, 0  # that it has made in this iteration, and makes in each
         self._highest = Peaks()  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
         self._masks: Counter[str] = Counter()
@@ -85,15 +86,16 @@ class Watch:
         self._phases = {}
         self._this_us = now_us()
 
-    def end(self) -> None:
-        """It ends; the next begins."""
+    def end(self, again: bool = False) -> None:
+        """It ends, or what goes on of the one that ended `again`; the next begins."""
         torch.cuda.synchronize(self._device)
         if self._settle is not None:
             self._settle()
         self._take()
-        phases: dict[str, Peaks] = {p: self._phases[p] for p in PHASES if p in self._phases}
-        self.iterations.append(Iteration(phases=phases))
-        self._began_us = self._this_us
+        before = self.iterations.pop().phases if again else {}
+        found = [(p, before.get(p, Peaks()) | self._phases.get(p, Peaks())) for p in PHASES]
+        self.iterations.append(Iteration(phases={p: peaks for p, peaks in found if peaks != Peaks()}))
+        self._began_us = self._began_us if again else self._this_us
         self.begin()
 
     def _enter(self, phase: str) -> None:
@@ -153,8 +155,13 @@ class Watch:
             return
         self._optimizer = self._optimizer or id(optimizer)
         if id(optimizer) == self._optimizer:
-            self.end()
-            if len(self.iterations) >= self._most:
+            before = self.iterations[-1].phases if self.iterations else {}
+            again = BACKWARD in before and BACKWARD not in self._phases  # as DeepSpeed does, by groups
+            self._steps = self._steps + 1 if again else 1
+            self._steps_each = max(self._steps_each, self._steps)
+            self.end(again)
+            done = len(self.iterations) - self._most
+            if done > 0 or (done == 0 and self._steps == self._steps_each):
                 raise Enough
 
     def _stats_as_if_alone(self, device: int) -> Any:
@@ -278,6 +285,7 @@ def null_driver() -> Any:
     driver = ctypes.CDLL(os.environ["LD_PRELOAD"].split(os.pathsep)[0])
     driver.null_missing_names.restype = driver.null_assumed_names.restype = ctypes.c_char_p
     driver.null_on_read.argtypes = [_READ]
+    driver.null_read.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
     driver.null_communicators.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     driver.null_communicators.restype = None
     return driver

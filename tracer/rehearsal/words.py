@@ -67,8 +67,8 @@ class Words:
     def value(self, number: int, at: int, size: int) -> bytes | None:
         """So many bytes there of the value with that number; None: its rank does not know them either."""
         rank, word, what, begin = self._later[number - 1]
-        content = self.hear(rank, word, what)
-        return None if content is None else bytes(content[at - begin : at - begin + size])
+        found = bytes(self.hear(rank, word, what)[at - begin : at - begin + size])
+        return found if len(found) == size else None
 
 
 def _end(answer: dict[str, Any]) -> None:
