@@ -62,8 +62,9 @@ class Limits:
     seconds: float = 5.0
     seed: int = 0
     until: float = math.inf  # of `now`: no later than that, however many seconds are left
-    # The first plan whose step takes no longer will do, and a refusal is not explained; 0: the best plan.
+    # A plan whose step takes no longer will do, and a refusal is not explained; 0: the best plan.
     enough_ns: int = 0
+    hasty: bool = False  # take the first such plan as it is
 
     def started(self) -> Limits:
         """Return the same for all plans together, which take no more than `seconds` from now on, or `until` then."""

@@ -55,7 +55,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     greedy = Search(problem, budget_bytes, limits)
     best, bound = cheapest(greedy), bounder_of(problem).bound(budget_bytes)
     least_ns, floor_bytes = problem.trace.time_ns + bound.added_time_ns, bounder_of(problem).floor.peak_bytes
-    good_enough_ns = max(least_ns + int(CLOSED * problem.trace.time_ns), limits.enough_ns)
+    good_enough_ns = max(least_ns + int(CLOSED * problem.trace.time_ns), limits.enough_ns * limits.hasty)
     short = replace(limits, seconds=min(LOWEST_SECONDS, limits.seconds))
     if best is None and not bound.feasible:
         # The greedy ends where no single step lowers the peak, some percent above what is possible.

@@ -69,7 +69,7 @@ def plan_within_reserved(
     tried, why = lower_until_within(partial(judged, share), limit_bytes, limits)
     if not (within := [t for t in tried if t.reserved_bytes <= limit_bytes]) and not limits.enough_ns:
         # A hasty search ends at other plans, whose blocks may lie better.
-        hasty = partial(judged, replace(share, enough_ns=MOST))
+        hasty = partial(judged, replace(share, hasty=True, enough_ns=MOST))
         tried += lower_until_within(hasty, limit_bytes, limits)[0]
         within = [t for t in tried if t.reserved_bytes <= limit_bytes]
     if within:

@@ -170,14 +170,16 @@ class _Search:
         """Return whether a plan within the price fits, any or the best; of what was rehearsed nobody looks for one."""
         if self.without(batch_size):
             return True
-        known = self.probes[batch_size]
+        known, before = self.probes[batch_size], batch_size - self.step
         if batch_size not in self.said or known.plan_fits is False or (known.plan_fits and not best):
             return bool(known.plan_fits)
         if best:
             ahead = self.better.pop(batch_size, None)
             self._take(*(ahead.result() if ahead else self._planned(batch_size)))
-        elif self._take(*self._planned(batch_size, hasty=True)) and batch_size + self.step in self.traces:
-            self.better[batch_size] = self.planning.submit(self._planned, batch_size)  # it may be the answer
+        elif not self._take(*self._planned(batch_size, hasty=True)) and known.traced:
+            if before in self.traces and self.probes[before].plan:  # it may be the answer
+                self.better[before] = self.planning.submit(self._planned, before)
+            self._take(*self._planned(batch_size, hasty=False))
         p = self.probes[batch_size]
         self.tell(batch_size, f"a plan fits at {p.overhead_percent:+.2f} %" if p.plan_fits else p.message)
         return bool(p.plan_fits)
@@ -197,8 +199,8 @@ class _Search:
         if batch_size in self.traces:
             self.say(f"batch {batch_size}: {what.split('. ')[0]}")
 
-    def _planned(self, batch_size: int, *, hasty: bool = False) -> tuple[Probe, Prediction]:
-        """The probe with what was found of plans: of the best, or (`hasty`) of any within the price."""
+    def _planned(self, batch_size: int, **how: bool) -> tuple[Probe, Prediction]:
+        """The probe with what was found of plans: of the best, or (`hasty`, or not) of any within the price."""
         probe, problem = self.probes[batch_size], self.said[batch_size].problem
         c = predict(problem, self.question.setting(problem.trace.meta))
         if c.saved_fit.fits:  # the captured graph alone makes room, which an empty plan runs
@@ -211,8 +213,8 @@ class _Search:
         if bound.overhead_percent > self.price_percent:
             return replace(none, overhead_percent=bound.overhead_percent, message=bound.least()), c
         seconds = asks.limits.seconds / (1 if probe.traced else SOONER)
-        enough_ns = int(c.saved.timeline.step_time_ns * (1 + self.price_percent / 100)) * hasty
-        limits = replace(asks.limits, seconds=seconds, enough_ns=enough_ns)
+        enough_ns = int(c.saved.timeline.step_time_ns * (1 + self.price_percent / 100)) * bool(how)
+        limits = replace(asks.limits, seconds=seconds, enough_ns=enough_ns, **how)
         answer = ask(c.problem, replace(asks, limits=limits))
         if answer.found is None:
             return replace(none, message=str(answer.refusal)), c
@@ -310,7 +312,7 @@ class _Ranks(_Search):
         of = replace(self, device=room, question=replace(self.question.of_planner(), device=lambda _: room))
         trace = self.step_at(batch_size)
         self.said[batch_size] = predict(Problem(trace), of.question.setting(trace.meta))
-        self.probes[batch_size], _ = of._planned(batch_size, hasty=not best)
+        self.probes[batch_size], _ = of._planned(batch_size, **({} if best else {"hasty": True}))
         return bool(self.probes[batch_size].plan_fits)
 
 

@@ -342,7 +342,7 @@ def test_where_no_plan_lies_within_one_of_a_hasty_search_may(
     network: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def planned(_: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
-        return plan_with("mu-two", problem, budget_bytes if limits.enough_ns else MOST, limits)
+        return plan_with("mu-two", problem, budget_bytes if limits.hasty else MOST, limits)
 
     monkeypatch.setattr(reserved_budget, "plan_with", planned)
     limit_bytes = (saved(load(network)).saved_figures.peak_reserved_bytes or 0) * 7 // 10
