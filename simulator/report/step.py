@@ -196,12 +196,11 @@ def holders(trace: Trace, replay: Replay, caption: str = "", most: int = HOLDERS
     at = replay.timeline.peak_step
     there, made = holdings(trace, replay.schedule, at) if at >= 0 else [], sts.producer
     shown, always = there[:most], Cell("exists throughout the step", tone="quiet")
-    names = [t.removeprefix("aten.").removesuffix(".default") for t in ops.target]
     return table(
         shown,
         (
             ("storage", CODE, lambda s: sts.name[s]),
-            ("op", CODE, lambda s: names[made[s]] if made[s] >= 0 else always),
+            ("op", CODE, lambda s: target_text(trace, made[s]) if made[s] >= 0 else always),
             ("module", CODE, lambda s: ops.module[made[s]] if made[s] >= 0 else ""),
             ("category", "", lambda s: sts.category[s]),
             ("shape", "", lambda s: shape_text(trace, s)),
@@ -298,3 +297,8 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
 def shape_text(trace: Trace, storage: int) -> str:
     """`64×256×56×56`; `scalar` for no dimensions."""
     return "×".join(str(d) for d in trace.storages.shape[storage]) or "scalar"
+
+
+def target_text(trace: Trace, op: int) -> str:
+    """The op's target without what most of them share: `convolution` for `aten.convolution.default`."""
+    return trace.ops.target[op].removeprefix("aten.").removesuffix(".default")

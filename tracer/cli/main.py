@@ -54,21 +54,17 @@ def trace() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path),
               help="Directory of the trace (default: the model's name).")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Replace a trace that is there.")
-@click.option(
-    "--target", help="Record the step of this device of `trace targets`, such as h100 (default: cpu)."
-)
+@click.option("--target", help="Record the step of this device of `trace targets` (default: cpu).")
 @click.option("--device", help="Measure the step on this machine's cpu or cuda. Without it nothing runs.")
 @click.option("--ranks", type=click.IntRange(min=2), help="Record one of so many ranks of a job on --target.")
 @shard_option
 @step_options
 @click.option("--shapes", help="Record a trace of each shape of a range, such as seq-len=16:512.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the batch.")
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Timed rounds of --device."
-)
-@click.option(
-    "--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before the timed ones."
-)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True,
+              help="Timed rounds of --device.")  # fmt: skip
+@click.option("--warmup", type=click.IntRange(min=1), default=2, show_default=True,
+              help="Rounds before the timed ones.")  # fmt: skip
 @answer_options
 def run_model(
     model: str, shapes: str | None, output: Path | None, force: bool, out: Output, **options: Any
