@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -160,7 +161,7 @@ def rehearse(
         return
     if output:
         raise SpecError("-o writes a plan, which --budget makes.")
-    found = []
+    found, said = [], click.get_current_context().with_resource(TemporaryDirectory())
     told = f"rehearsing {model} on {gpu}"
     for job, number in counted(
         jobs, lambda of: f"{told}, rank {of[1]} of {of[0].ranks}" if of[0] else told, out.say
@@ -168,7 +169,7 @@ def rehearse(
         file = snapshot
         if snapshot and job and len(jobs) > 1:
             file = snapshot.with_stem(f"{snapshot.stem}-{number}-of-{job.ranks}")
-        found.append(one(gpu, snapshot=file, job=job, rank=number))
+        found.append(one(gpu, snapshot=file, job=job, rank=number, said=said))
         if len(jobs) > 1:
             out.say(
                 f"{show_bytes(found[-1].gpu_bytes)} in all, {'fits' if found[-1].fits else 'does not fit'}"

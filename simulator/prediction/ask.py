@@ -24,15 +24,7 @@ from simulator.allocator.device import (
 )
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.bounds import Bound, bounder_of
-from simulator.core.limits import (
-    BIT_EXACT,
-    DEFAULTS,
-    HOST_BYTES,
-    MOST_BYTES,
-    Levers,
-    Limits,
-    parse_budget,
-)
+from simulator.core.limits import BIT_EXACT, DEFAULTS, HOST_BYTES, MOST_BYTES, Levers, Limits, parse_budget
 from simulator.core.problem import Problem, Replay, peak_by_category
 from simulator.levers import rewritten_problem
 from simulator.planners import DEFAULT, SAVE_ALL, find, plan_with

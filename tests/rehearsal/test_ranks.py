@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,9 @@ FAKE = "fake"
 
 
 @cache
-def run(*words: str, ranks: int = 8, rank: int = 0, iterations: int = 3) -> Rehearsal:
-    return rehearse(
-        PROGRAM, "h100", arguments=words, script=True, job=Job(ranks=ranks), rank=rank, iterations=iterations
-    )
+def run(*words: str, ranks: int = 8, rank: int = 0, iterations: int = 3, said: str = "") -> Rehearsal:
+    given: dict[str, Any] = {"arguments": words, "iterations": iterations, "said": said}
+    return rehearse(PROGRAM, "h100", script=True, job=Job(ranks=ranks), rank=rank, **given)
 
 
 def peaks(found: Rehearsal) -> list[Peaks]:
@@ -115,9 +115,10 @@ def test_what_the_fake_group_does_not_run_becomes_steady(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_of_a_pipeline_hears_shapes_from_its_neighbours() -> None:
+def test_a_stage_of_a_pipeline_hears_shapes_from_its_neighbours(tmp_path: Path) -> None:
     """Which are run for it as far as that; with shapes that the program gives, none is asked."""
-    first, last = (run("gpipe", ranks=3, rank=rank) for rank in (0, 2))
+    first, last = (run("gpipe", ranks=3, rank=rank, said=str(tmp_path)) for rank in (0, 2))
+    assert peaks(last) == peaks(run("gpipe", ranks=3, rank=2))  # to which nobody had spoken
     assert first.steady != last.steady
     assert run("1f1b", ranks=3, rank=2).steady.requested_bytes < last.steady.requested_bytes
 

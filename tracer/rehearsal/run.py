@@ -50,6 +50,7 @@ def rehearse(
     job: Job | None = None,
     rank: int = 0,
     module: bool = False,
+    said: str = "",
 ) -> Rehearsal:
     """Run a training loop on a GPU that is not there, with torch's own CUDA code, and return what memory it took.
 
@@ -74,6 +75,7 @@ def rehearse(
         job: of which distributed job the process is rank number `rank`; None: it is started alone. The other ranks are
             not there, and are taken to hold what this one holds (`tracer.rehearsal.absent`).
         module: `model` is a module that is run as a script, as by `python -m`.
+        said: a folder for what ranks tell each other, kept for further ranks of the same program.
 
     If the GPU's memory does not suffice, `out_of_memory` says so, and the figures are those of a GPU with enough.
 
@@ -97,7 +99,7 @@ def rehearse(
     ):  # fmt: skip
         if wrong:
             raise SpecError(f"{model}: {why}.")
-    given = {
+    given: dict[str, Any] = {
         "model": model,
         "script": runs_script,
         "arguments": arguments,
@@ -132,7 +134,7 @@ def rehearse(
                 devices=job.local_ranks if job else 1,
                 shown=runs_script and number == rank,
             )
-            if "unheard" not in answer or word in dict(spoken(Path(said), number)):
+            if "unheard" not in answer or word in dict(spoken(Path(given["said"]), number)):
                 return answer
             wanted, other = answer["word"], answer["unheard"]
             if wanted in asked:
@@ -148,8 +150,9 @@ def rehearse(
         asked.clear()
         return from_json(Rehearsal, perform(there, rank))
 
-    with TemporaryDirectory() as said:
-        given["said"] = said
+    with TemporaryDirectory() as own:
+        given["said"] = f"{said or own}/{given['ranks']}"
+        Path(given["said"]).mkdir(exist_ok=True)
         found = run(board)
         if found.fits:
             return found
