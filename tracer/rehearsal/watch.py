@@ -118,7 +118,7 @@ class Watch:
         """Be told by torch while the body runs."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        stepped = register_optimizer_step_post_hook(self._after_optimizer)
+        stepped = register_optimizer_step_post_hook(lambda *given: self._after_optimizer(*given))
         heard = _READ(self._on_read)
         self._driver.null_on_read(heard)
         # A rank may choose its GPU as long as torch has not begun with CUDA.
@@ -324,6 +324,8 @@ def _take_first() -> None:
     from tracer.torch_api import choosing_among, pad_mm
 
     choosing_among(first_that_compiles)
+    # Not to be captured with a compiled step.
+    Watch._after_optimizer = torch.compiler.disable(Watch._after_optimizer)  # type: ignore[method-assign]
     pad_mm._skip_do_bench_times = True
 
 
