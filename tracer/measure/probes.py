@@ -164,7 +164,8 @@ class CpuLoop:
 def cpu_loop() -> Iterator[CpuLoop]:
     """Watch a loop whose iterations the body marks.
 
-    Counts: from the beginning of the body, which must come before anything that matters is allocated.
+    Counts: from the beginning of the body, which must come before anything that matters is allocated. Ignores: what
+    another thread frees, as gloo's do (it counts on).
     """
     gc.collect()  # what goes while the profiler runs would count as less than nothing
     loop = CpuLoop()
