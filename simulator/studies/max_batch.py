@@ -41,7 +41,7 @@ RANKS: Final = (
     "Several ranks: fully_shard, a batch on each. Plans are of its blocks, by a line, with expandable segments; "
     "`execute rehearse --shard fsdp2 --budget` rehearses one."
 )
-SOONER: Final = 8  # a plan on the line is looked for in so small a part of the time
+SOONER: Final = 8  # any plan is looked for in half of the time, and on the line in so small a part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class _Search:
             return none, c
         if bound.overhead_percent > self.price_percent:
             return replace(none, overhead_percent=bound.overhead_percent, message=bound.least()), c
-        seconds = asks.limits.seconds / (1 if probe.traced else SOONER)
+        seconds = asks.limits.seconds / ((2 if how else 1) if probe.traced else SOONER)
         enough_ns = int(c.saved.timeline.step_time_ns * (1 + self.price_percent / 100)) * bool(how)
         limits = replace(asks.limits, seconds=seconds, enough_ns=enough_ns, **how)
         answer = ask(c.problem, replace(asks, limits=limits))
