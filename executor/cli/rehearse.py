@@ -169,11 +169,9 @@ def rehearse(
         file = snapshot
         if snapshot and job and len(jobs) > 1:
             file = snapshot.with_stem(f"{snapshot.stem}-{number}-of-{job.ranks}")
-        found.append(one(gpu, snapshot=file, job=job, rank=number, said=said))
+        found.append(last := one(gpu, snapshot=file, job=job, rank=number, said=said))
         if len(jobs) > 1:
-            out.say(
-                f"{show_bytes(found[-1].gpu_bytes)} in all, {'fits' if found[-1].fits else 'does not fit'}"
-            )
+            out.say(f"{show_bytes(last.gpu_bytes)} in all, {'fits' if last.fits else 'does not fit'}")
     if len(found) == 1:
         out.show(found[0].to_json, lambda: in_words(found[0]))
     else:

@@ -102,9 +102,11 @@ def program_actions(plan: Plan, program: Program, more: int = 0) -> tuple[Action
         others = sum(max(0, min(count, op - first + 1)) for first, count in plan.meta.within_backward)
         return op - loss_ops - others
 
-    ends = [sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}) for a in plan.actions]
-    of = zip(plan.actions, ends, strict=True)
-    return tuple(replace(a, storage=a.storage + more, evict_after=tuple(end)) for a, end in of)
+    def moved(a: Action) -> Action:
+        ends = {c for o in a.evict_after if (c := local(o)) < len(program.ops)}
+        return replace(a, storage=a.storage + more, evict_after=tuple(sorted(ends)))
+
+    return tuple(map(moved, plan.actions))
 
 
 def describe(meta: TraceMeta) -> str:
